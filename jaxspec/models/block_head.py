@@ -10,17 +10,19 @@ import jax.numpy as jnp
 from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.models.block import NORMS
 from jaxspec.models.block_refine import Confidence, Markov, MarkovKind, Selector
-from jaxspec.models.draft_head import EMBED, FC, FEATURE_NORM, HEAD
+from jaxspec.models.draft_head import EMBED, FC, FEATURE_NORM, HEAD, choices
 from jaxspec.nn.anchored import Anchored, BlockView
 from jaxspec.nn.attention import AttentionSpec
 from jaxspec.nn.block_attention import BlockAttention
 from jaxspec.nn.block_conv import BlockConv
 from jaxspec.nn.dense import dense, lookup
-from jaxspec.nn.ffn import DenseFfn, FfnSpec
+from jaxspec.nn.ffn import DenseFfn
 from jaxspec.nn.inputs import Inputs
+from jaxspec.nn.moe import Moe, MoeSpec
 from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.param import Param, declare
 from jaxspec.nn.policy import Policy
+from jaxspec.nn.router import Routing
 from jaxspec.protocol import NO_CAPTURE, CaptureSpec, Features
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array, Params
@@ -135,11 +137,12 @@ class BlockLayer(nn.Module):
         """Declares the parameters."""
         s, p, a = self.spec, self.policy, self.spec.arch
         assert isinstance(self.layer.attention, AttentionSpec), "checked where the spec is made"
-        assert isinstance(self.layer.ffn, FfnSpec), "checked where the spec is made"
+        ffn = self.layer.ffn
+        assert ffn is not None, "layers of heads have both parts"
         self.attention_norm_D = declare(self, p, NORMS["attention_norm"], (a.model_dim,))
         self.attention = BlockAttention(self.layer.attention, self.view, a.model_dim, a.norm_eps, p)
         self.ffn_norm_D = declare(self, p, NORMS["ffn_norm"], (a.model_dim,))
-        self.ffn = DenseFfn(self.layer.ffn, a.model_dim, p)
+        self.ffn = Moe(ffn, a.model_dim, p) if isinstance(ffn, MoeSpec) else DenseFfn(ffn, a.model_dim, p)
         if s.conv_taps:
             conv = s.conv_taps, s.conv_group, s.block_size, a.model_dim, p
             self.attention_conv, self.ffn_conv = BlockConv(*conv), BlockConv(*conv)
@@ -148,8 +151,8 @@ class BlockLayer(nn.Module):
         """Returns the memory with what the target's features show at T positions."""
         return self.attention.observe(c_BTD, inputs)
 
-    def __call__(self, x_BTD: Array, inputs: Inputs) -> tuple[Array, Any]:
-        """Returns the stream after the layer, and its memory."""
+    def __call__(self, x_BTD: Array, inputs: Inputs) -> tuple[Array, Any, Routing | None]:
+        """Returns the stream after the layer, its memory, and expert choices."""
         eps = self.spec.arch.norm_eps
         u = rms_norm(x_BTD, self.attention_norm_D, eps)
         if self.spec.conv_taps:
@@ -157,10 +160,15 @@ class BlockLayer(nn.Module):
             out, memory = self.attention(u, inputs)
             x_BTD = x_BTD + self.attention_conv.convolve(out, *own)
             u, *own = self.ffn_conv(rms_norm(x_BTD, self.ffn_norm_D, eps))
-            return x_BTD + self.ffn_conv.convolve(self.ffn(u), *own), memory
+            out, routing = self._feed_forward(u, inputs)
+            return x_BTD + self.ffn_conv.convolve(out, *own), memory, routing
         out, memory = self.attention(u, inputs)
         x_BTD = x_BTD + out
-        return x_BTD + self.ffn(rms_norm(x_BTD, self.ffn_norm_D, eps)), memory
+        out, routing = self._feed_forward(rms_norm(x_BTD, self.ffn_norm_D, eps), inputs)
+        return x_BTD + out, memory, routing
+
+    def _feed_forward(self, u_BTD: Array, inputs: Inputs) -> tuple[Array, Routing | None]:
+        return self.ffn(u_BTD, inputs) if isinstance(self.ffn, Moe) else (self.ffn(u_BTD), None)
 
 
 class BlockHead(nn.Module):
@@ -221,16 +229,21 @@ class BlockHead(nn.Module):
         Returns:
           What the vocabulary product reads, and the memory.
         """
+        return self.routed(embedded_BTD, inputs)[:2]
+
+    def routed(self, embedded_BTD: Array, inputs: Inputs) -> tuple[Array, tuple[Any, ...], tuple[Routing, ...]]:
+        """As a call, which also returns the choices of its own experts, of each layer that has some."""
         s, x = self.spec, embedded_BTD
         if s.own_mask:
             is_mask_T = jnp.arange(x.shape[1], dtype=jnp.int32) % s.block_size > 0
             x = jnp.where(is_mask_T[:, None], self.mask_D.astype(jnp.float32), x)
         x = x * s.embedding_scale if s.embedding_scale != 1 else x
-        written = []
+        written, chosen = [], []
         for layer, memory in zip(self.layers, inputs.memory, strict=True):
-            x, memory = layer(x, replace(inputs, memory=memory))
+            x, memory, routing = layer(x, replace(inputs, memory=memory))
             written.append(memory)
-        return rms_norm(x, self.norm_D, s.arch.norm_eps), tuple(written)
+            chosen.append(routing)
+        return rms_norm(x, self.norm_D, s.arch.norm_eps), tuple(written), choices(chosen)
 
     def logits(self, last: Array) -> Array:
         """Its own head over what it reads, float32 [..., W]; ``BlockSpec.shaped`` is left to the caller."""

@@ -1,5 +1,6 @@
 """Draft heads of the EAGLE family: they join the target's features at a token with the next token, and go on."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,11 +12,13 @@ from jaxspec.cache.window import Window, take_outputs
 from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.models.block import MIXERS, NORMS, Block
 from jaxspec.nn.dense import dense, lookup
-from jaxspec.nn.ffn import DenseFfn, FfnSpec
+from jaxspec.nn.ffn import DenseFfn
 from jaxspec.nn.inputs import Inputs
+from jaxspec.nn.moe import Moe, MoeSpec
 from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.param import Param, declare
 from jaxspec.nn.policy import Policy
+from jaxspec.nn.router import Routing
 from jaxspec.nn.unrolled import Unrolled
 from jaxspec.protocol import NO_CAPTURE, CaptureSpec, Features
 from jaxspec.pytree import replace
@@ -95,6 +98,11 @@ class HeadSpec:
         return jnp.concatenate([*parts, *features.taps, *features.shared_outputs], axis=-1)
 
 
+def choices(routing: Iterable[Routing | None]) -> tuple[Routing, ...]:
+    """Returns the expert choices of the layers that have experts, without what else was computed on the way."""
+    return tuple(replace(one, shared_MD=None) for one in routing if one is not None)
+
+
 class JoinLayer(nn.Module):
     """The first layer, which reads the token's embedding and the feature before it."""
 
@@ -103,8 +111,8 @@ class JoinLayer(nn.Module):
     policy: Policy
 
     @nn.compact
-    def __call__(self, e_BTD: Array, g_BTD: Array, inputs: Inputs) -> tuple[Array, Memory]:
-        """Returns the stream after the layer, [B, T, D], of the positions asked for, and its memory."""
+    def __call__(self, e_BTD: Array, g_BTD: Array, inputs: Inputs) -> tuple[Array, Memory, Routing | None]:
+        """Returns the stream after the layer, [B, T, D], of the positions asked for, its memory, and expert choices."""
         s, p, a = self.spec, self.policy, self.spec.arch
 
         def norm(x: Array, param: Param) -> Array:
@@ -121,8 +129,12 @@ class JoinLayer(nn.Module):
         mixer = MIXERS[type(self.layer.attention)](self.layer.attention, a.model_dim, a.norm_eps, p, name="attention")
         mixed = mixer(u, inputs)
         x = take_outputs(x, inputs.window) + mixed.out_BTD
-        assert isinstance(self.layer.ffn, FfnSpec), "the first layer of a head is dense"
-        return x + DenseFfn(self.layer.ffn, a.model_dim, p, name="ffn")(norm(x, NORMS["ffn_norm"])), mixed.memory
+        ffn, v = self.layer.ffn, norm(x, NORMS["ffn_norm"])
+        assert ffn is not None, "layers of heads have both parts"
+        if isinstance(ffn, MoeSpec):
+            out, routing = Moe(ffn, a.model_dim, p, name="ffn")(v, inputs.of_outputs())
+            return x + out, mixed.memory, routing
+        return x + DenseFfn(ffn, a.model_dim, p, name="ffn")(v), mixed.memory, None
 
 
 class DraftHead(nn.Module):
@@ -197,19 +209,26 @@ class DraftHead(nn.Module):
         Returns:
           What the head reads and what the next draft continues from, of the positions asked for, and the memory.
         """
+        return self.routed(embedded_BTD, g_BTD, inputs)[:3]
+
+    def routed(
+        self, embedded_BTD: Array, g_BTD: Array, inputs: Inputs
+    ) -> tuple[Array, Array, tuple[Memory, ...], tuple[Routing, ...]]:
+        """As a call, which also returns the choices of its own experts, of each layer that has some."""
         s, window, memory = self.spec, inputs.window, inputs.memory or (None,) * len(self.spec.arch.layers)
         # What the last layer reads is needed of all positions.
         inner = replace(window, output_index_B=None) if isinstance(window, Window) else window
         each = [replace(inputs, window=inner, memory=m) for m in memory]
         each[-1] = replace(each[-1], window=window)
-        x, first = self.first(embedded_BTD, g_BTD, each[0])
-        written = [first]
+        x, first, routing = self.first(embedded_BTD, g_BTD, each[0])
+        written, chosen = [first], [routing]
         for layer, inputs_y in zip(self.layers, each[1:], strict=True):
             out = layer(x, inputs_y)
             x = out.x
             written.append(out.memory)
+            chosen.append(out.routing)
         last = x if s.join == "product" else rms_norm(x, self.norm_D, s.arch.norm_eps)
-        return last, last if s.norm_output else x, tuple(written)
+        return last, last if s.norm_output else x, tuple(written), choices(chosen)
 
     def logits(self, last: Array) -> Array:
         """Its own head over what it reads, float32 [..., W]."""

@@ -11,7 +11,9 @@ from jaxspec.models.block_head import BlockHead
 from jaxspec.models.transformer import embed
 from jaxspec.nn.anchored import Anchored
 from jaxspec.nn.inputs import Inputs
+from jaxspec.nn.router import Routing
 from jaxspec.shapes import Array, Params
+from jaxspec.train.balance import RoutedSlots, balance_loss
 from jaxspec.train.batch import Batch, TeacherOutput
 from jaxspec.train.block_vocab import DraftInputs
 from jaxspec.train.objective import HeadObjective
@@ -29,7 +31,7 @@ def block_loss(
     o, spec = objective.loss, net.spec
     anchor_BN = choose_anchors(min(o.block.anchors, batch.token_BT.shape[1]), batch, key)
     weight_BNK = trained_drafts(batch, anchor_BN, spec.drafts)
-    last_BNSD = run_blocks(objective, net, params, teacher, batch, anchor_BN)
+    last_BNSD, routing = run_blocks(objective, net, params, teacher, batch, anchor_BN)
     before_BNK = anchor_BN[..., None] + jnp.arange(spec.drafts, dtype=jnp.int32)
     token_BNK = _at(batch.token_BT, before_BNK)
     read = _followed(net, params, last_BNSD[:, :, spec.first :], token_BNK)
@@ -51,6 +53,11 @@ def block_loss(
     for k in range(spec.drafts):
         weight_BN = weight_BNK[..., k]
         metrics[f"accuracy_{k}"] = jnp.sum(weight_BN, where=hit_BNK[..., k]) / jnp.maximum(jnp.sum(weight_BN), 1.0)
+    if routing:
+        weight_BX = jnp.repeat(weight_BNK[..., 0], spec.block_size, axis=1)
+        share_B = jnp.sum(weight_BNK[..., 0], axis=1) / first
+        uneven, figures = balance_loss([RoutedSlots(one, weight_BX) for one in routing], share_B)
+        total, metrics = total + o.balance * uneven, metrics | figures
     return total, metrics
 
 
@@ -76,15 +83,15 @@ def trained_drafts(batch: Batch, anchor_BN: Array, drafts: int) -> Array:
 
 def run_blocks(
     objective: HeadObjective, net: BlockHead, params: Params, teacher: TeacherOutput, batch: Batch, anchor_BN: Array
-) -> Array:
-    """Runs a block after every anchor; returns what the vocabulary product reads, [B, N, size, D]."""
+) -> tuple[Array, tuple[Routing, ...]]:
+    """Runs a block after every anchor; returns what the vocabulary product reads [B, N, size, D], and its choices."""
     spec = net.spec
     place_S = jnp.arange(spec.block_size, dtype=jnp.int32)
     token_BNS = jnp.where(place_S == 0, _at(batch.token_BT, anchor_BN)[..., None], spec.mask_token)
     position_BNS = _at(batch.position_BT, anchor_BN)[..., None] + place_S
     token_BX, position_BX = (x.reshape(len(anchor_BN), -1) for x in (token_BNS, position_BNS))
 
-    def run(params: Params, frozen: Params, feature_BTX: Array) -> Array:
+    def run(params: Params, frozen: Params, feature_BTX: Array) -> tuple[Array, tuple[Routing, ...]]:
         if spec.own_embedding:
             embedded = apply(net, params, token_BX, method="embed")
         else:
@@ -92,11 +99,12 @@ def run_blocks(
         c_BTD = apply(net, params, feature_BTX, method="join")
         text = (Anchored(batch.segment_BT, anchor_BN, size=spec.block_size),) * len(spec.arch.layers)
         memory = apply(net, params, c_BTD, Inputs(batch.token_BT, batch.position_BT, memory=text), method="observe")
-        return apply(net, params, embedded, Inputs(token_BX, position_BX, memory=memory))[0]
+        last, _, routing = apply(net, params, embedded, Inputs(token_BX, position_BX, memory=memory), method="routed")
+        return last, routing
 
     run = jax.checkpoint(run) if objective.remat else run
-    last_BXD = run(params, objective.target_params, spec.feature(teacher.features))
-    return last_BXD.reshape(*token_BNS.shape, -1)
+    last_BXD, routing = run(params, objective.target_params, spec.feature(teacher.features))
+    return last_BXD.reshape(*token_BNS.shape, -1), routing
 
 
 def _followed(net: BlockHead, params: Params, last_BNKD: Array, token_BNK: Array) -> DraftInputs:

@@ -14,6 +14,7 @@ from jaxspec.models.medusa import Medusa
 from jaxspec.models.transformer import Transformer, forward
 from jaxspec.nn.inputs import Inputs
 from jaxspec.shapes import Array, Params
+from jaxspec.train.balance import RoutedSlots, balance_loss
 from jaxspec.train.batch import Batch, TeacherOutput, shift_left
 from jaxspec.train.block_loss import block_loss
 from jaxspec.train.draft_losses import recall, routing_loss, smooth_l1
@@ -63,6 +64,15 @@ def _eagle(objective: HeadObjective, net: DraftHead, params: Params, teacher: Te
     if net.spec.routing:
         missed, recalls = _routing(objective, net, params, rounds, teacher, batch)
         loss, metrics = loss + o.routing * missed, metrics | {"routing_loss": missed} | recalls
+    if net.spec.arch.expert_layers:
+        weight_SBX = [
+            weights(batch, j) if slots is None else jnp.take_along_axis(weights(batch, j), r.slot_BX, axis=1)
+            for j, r in enumerate(rounds)
+        ]
+        used = [RoutedSlots(one, weight_SBX[j]) for j, r in enumerate(rounds) for one in r.routing]
+        count_B = jnp.sum(weights(batch, 0), axis=1)
+        uneven, figures = balance_loss(used, count_B / jnp.maximum(jnp.sum(count_B), 1.0))
+        loss, metrics = loss + o.balance * uneven, metrics | figures
     return loss, metrics
 
 

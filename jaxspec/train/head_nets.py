@@ -19,6 +19,7 @@ from jaxspec.nn.policy import Policy
 from jaxspec.protocol import CaptureSpec
 from jaxspec.shapes import Params
 from jaxspec.train.block_nets import KINDS, block_net
+from jaxspec.train.expert_settings import feed_forward
 from jaxspec.train.objective import Net
 from jaxspec.train.settings import HeadSettings
 
@@ -97,7 +98,7 @@ def _layers(settings: HeadSettings, arch: ArchSpec, config: Mapping[str, Any]) -
     rope, qk_norm = rope_for_head(config, head_dim, settings.rope_theta), "head" if settings.qk_norm else "none"
     return arch_of_head(
         arch, AttentionSpec(heads, kv_heads, head_dim, rope, qk_norm=qk_norm),
-        layers=settings.layers, model_dim=dim, ffn_hidden=settings.intermediate_size or active,
+        layers=settings.layers, model_dim=dim, ffn=feed_forward(settings, active),
     )  # fmt: skip
 
 

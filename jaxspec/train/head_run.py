@@ -93,7 +93,7 @@ def make_objective(
 ) -> tuple[InitialHead, HeadObjective]:
     """Returns a head before its first update, and what its loss reads; arguments and errors as of ``make_run``."""
     count_V = corpus.token_counts(target.net.arch.vocab_size)
-    head = make_initial_head(settings.head, target, head_policy(settings.train), count_V)
+    head = make_initial_head(settings.head, target, head_policy(settings.train), count_V, mesh)
     _check_loss(settings.loss, head.net)
     ids = None if head.ids_W is None else settle(jnp.asarray(head.ids_W), mesh)
     product = cut_product(target.params, ids if settings.loss.draft_only else None)

@@ -1,17 +1,18 @@
 """A head before its first update: network, draft vocabulary and parameters."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxspec.checkpoint.heads.directory import load_head
 from jaxspec.checkpoint.heads.identify import is_head
-from jaxspec.checkpoint.load.model import Model, load_model, read_config
+from jaxspec.checkpoint.load.model import Model, load_model, policy_on_mesh, read_config
 from jaxspec.errors import ConfigError
 from jaxspec.models.transformer import Transformer
 from jaxspec.models.vocab import choose_ids
@@ -44,8 +45,12 @@ def head_policy(settings: TrainSettings) -> Policy:
     return make_policy(settings.compute_dtype, param=jnp.dtype(settings.param_dtype))
 
 
-def make_initial_head(settings: HeadSettings, target: Model, policy: Policy, count_V: np.ndarray) -> InitialHead:
+def make_initial_head(
+    settings: HeadSettings, target: Model, policy: Policy, count_V: np.ndarray, mesh: Mesh | None = None
+) -> InitialHead:
     """Makes a new head, whose draft vocabulary are the most frequent tokens, or loads one that is trained further.
+
+    Its network computes on the mesh, where each device has some of its experts; its first parameters are made by one.
 
     Raises:
       ConfigError: the settings contradict each other or the target.
@@ -53,7 +58,7 @@ def make_initial_head(settings: HeadSettings, target: Model, policy: Policy, cou
     """
     arch = target.net.arch
     if settings.start is not None:
-        return _further(settings, target, policy)
+        return _on_mesh(_further(settings, target, policy), mesh)
     net, size = net_of(settings, arch, target.config, policy), draft_vocab(settings, arch)
     small = 0 < size < arch.vocab_size and not isinstance(net, Transformer)
     ids_W = choose_ids(count_V, size) if small else None
@@ -64,7 +69,11 @@ def make_initial_head(settings: HeadSettings, target: Model, policy: Policy, cou
             return params
         return start_from_target(params, target.params, ids_W)
 
-    return InitialHead(net, ids_W, init)
+    return _on_mesh(InitialHead(net, ids_W, init), mesh)
+
+
+def _on_mesh(head: InitialHead, mesh: Mesh | None) -> InitialHead:
+    return replace(head, net=head.net.clone(policy=policy_on_mesh(head.net.policy, mesh)))
 
 
 def init_params(net: Net, key: Array) -> Params:

@@ -9,6 +9,7 @@ from jaxspec.checkpoint.files.fingerprint import fingerprint
 from jaxspec.config import find_config, read_toml, to_record
 from jaxspec.errors import ConfigError
 from jaxspec.train.block_settings import BlockLoss, BlockSettings
+from jaxspec.train.expert_settings import EXPERTS, check_experts
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,6 +31,8 @@ class HeadSettings(Record, frozen=True):
       layers: decoder layers; Medusa: residual layers of each of its heads.
       heads: Medusa's heads.
       hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, head_dim: of its layers.
+      num_experts, num_experts_per_tok, moe_intermediate_size, shared_expert_intermediate_size: of its layers, as of
+        Qwen's mixtures of experts; see ``train.expert_settings``. 0 experts are a dense feed-forward.
       taps: layer boundaries whose residual streams it reads (``hidden_states[b]``); ``default`` is 2, L // 2 and L - 3,
         of heads that draft blocks as many as they have layers.
       commons: expert layers whose shared experts it reads; ``default`` spreads three over the depth.
@@ -55,6 +58,10 @@ class HeadSettings(Record, frozen=True):
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
     head_dim: int | None = None
+    num_experts: int = 0
+    num_experts_per_tok: int | None = None
+    moe_intermediate_size: int | None = None
+    shared_expert_intermediate_size: int = 0
     taps: Literal["default"] | tuple[int, ...] = "default"
     commons: Literal["default"] | tuple[int, ...] = ()
     routing: Literal["default"] | tuple[int, ...] = ()
@@ -77,6 +84,7 @@ class HeadSettings(Record, frozen=True):
         _at_least("head", self, layers=1, heads=1)
         _at_least("head", self, draft_vocab_size=1, hidden_size=1, intermediate_size=1, mask_token=0)
         _at_least("head", self, num_attention_heads=1, num_key_value_heads=1, head_dim=1)
+        check_experts(self)
         if self.norm_before_fc and self.fc_norm:
             raise ConfigError("head: norm_before_fc and fc_norm exclude each other; leave one of them out")
 
@@ -215,6 +223,7 @@ class LossSettings(Record, frozen=True):
       token: weight of the loss over tokens.
       feature: weight of EAGLE-1's regression to the target's hidden state.
       routing: weight of the routing loss.
+      balance: weight of the loss that spreads tokens over the experts of a head that has some of its own.
       noise: width of the uniform noise on what the head reads.
       keep: share of a round's slots that the next round keeps, for P-EAGLE.
       keep_least: share of all slots that every round keeps at least.
@@ -230,6 +239,7 @@ class LossSettings(Record, frozen=True):
     token: float = 1.0
     feature: float = 0.0
     routing: float = 0.0
+    balance: float = 0.001
     noise: float = 0.0
     keep: float = 0.7
     keep_least: float = 0.2
@@ -238,7 +248,7 @@ class LossSettings(Record, frozen=True):
     block: BlockLoss = BlockLoss()
 
     def __post_init__(self) -> None:
-        _at_least("loss", self, rounds=1, decay=0, token=0, feature=0, routing=0, noise=0)
+        _at_least("loss", self, rounds=1, decay=0, token=0, feature=0, routing=0, balance=0, noise=0)
         if not 0 < self.keep_least <= self.keep <= 1:
             raise ConfigError(
                 f"loss: 0 < keep_least <= keep <= 1 must hold, got keep {self.keep} and keep_least {self.keep_least}"
@@ -376,6 +386,10 @@ def identity(settings: RunSettings) -> dict[str, Any]:
         del values["train"][key]
     if values["features"].pop("cache") is None:
         del values["features"]
+    if values["loss"]["balance"] == LossSettings().balance:
+        del values["loss"]["balance"]
+    if not values["head"]["num_experts"]:
+        values["head"] = {key: value for key, value in values["head"].items() if key not in EXPERTS}
     if values["head"]["start"] is None:
         del values["head"]["start"]
     else:

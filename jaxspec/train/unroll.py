@@ -10,6 +10,7 @@ from jaxspec.models.apply import apply
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.transformer import Transformer, embed
 from jaxspec.nn.inputs import Inputs
+from jaxspec.nn.router import Routing
 from jaxspec.nn.unrolled import Unrolled
 from jaxspec.protocol import Features
 from jaxspec.pytree import pytree
@@ -25,11 +26,13 @@ class Round:
       last_BXD: what the vocabulary product reads.
       next_BXD: what the next draft would continue from.
       slot_BX: i, ascending.
+      routing: choices of the head's own experts, of each layer that has some.
     """
 
     last_BXD: Array
     next_BXD: Array
     slot_BX: Array
+    routing: tuple[Routing, ...] = ()
 
 
 def unroll(
@@ -53,8 +56,8 @@ def unroll(
     slot_BT, run = _all_slots(batch), _round(net, target[0], remat=remat)
     for j in range(rounds):
         token_BT = shift_left(batch.token_BT, 1 + j)
-        last, g_BTD, memory = run(params, target[1], g_BTD, token_BT, batch.position_BT + j, memory)
-        done.append(Round(last, g_BTD, slot_BT))
+        last, g_BTD, memory, routing = run(params, target[1], g_BTD, token_BT, batch.position_BT + j, memory)
+        done.append(Round(last, g_BTD, slot_BT, routing))
     return done
 
 
@@ -78,8 +81,9 @@ def unroll_masked(
     """
     g_BTD = apply(net, params, net.spec.feature(features), method="join")
     memory, slot_BX, run = _memory(net, batch), _all_slots(batch), _round(net, target[0], remat=remat)
-    last, following, memory = run(params, target[1], g_BTD, shift_left(batch.token_BT, 1), batch.position_BT, memory)
-    done = [Round(last, following, slot_BX)]
+    token_BT = shift_left(batch.token_BT, 1)
+    last, following, memory, routing = run(params, target[1], g_BTD, token_BT, batch.position_BT, memory)
+    done = [Round(last, following, slot_BX, routing)]
     assert net.spec.mask_token is not None, "only such heads draft in one pass"
     mask = apply(net, params, method="mask")
     for d, (count, one) in enumerate(zip(counts, jax.random.split(key, max(len(counts), 1)), strict=False), start=1):
@@ -92,8 +96,8 @@ def unroll_masked(
         token_BX = jnp.full(slot_BX.shape, net.spec.mask_token, jnp.int32)
         position_BX = jnp.take_along_axis(batch.position_BT, slot_BX, axis=1) + d
         g_BXD = jnp.broadcast_to(mask, (*slot_BX.shape, mask.shape[-1]))
-        last, following, memory = run(params, target[1], g_BXD, token_BX, position_BX, memory)
-        done.append(Round(last, following, slot_BX))
+        last, following, memory, routing = run(params, target[1], g_BXD, token_BX, position_BX, memory)
+        done.append(Round(last, following, slot_BX, routing))
     return done
 
 
@@ -114,7 +118,7 @@ def _round(net: DraftHead, base: Transformer, *, remat: bool) -> Callable[..., A
 
     def run(params: Params, frozen: Params, g_BXD: Array, token_BX: Array, position_BX: Array, memory: Any) -> Any:
         embedded = embedding(net, params, (base, frozen), token_BX)
-        return apply(net, params, embedded, g_BXD, Inputs(token_BX, position_BX, memory=memory))
+        return apply(net, params, embedded, g_BXD, Inputs(token_BX, position_BX, memory=memory), method="routed")
 
     return jax.checkpoint(run) if remat else run
 

@@ -11,7 +11,6 @@ from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.block_head import BlockSpec
 from jaxspec.nn.attention import AttentionSpec
-from jaxspec.nn.ffn import FfnSpec
 from jaxspec.protocol import CaptureSpec
 
 Config = Mapping[str, Any]
@@ -172,8 +171,8 @@ class BlockConfig:
         """Returns its layers, windows included."""
         names, layers = tuple(self.files), {k: v for k, v in self.layers.items() if k not in WINDOWS}
         arch = layers_of(layers, names)
-        if not all(isinstance(y.attention, AttentionSpec) and isinstance(y.ffn, FfnSpec) for y in arch.layers):
-            raise ConfigError("head: layers that draft blocks have grouped-query attention and dense feed-forward")
+        if not all(isinstance(y.attention, AttentionSpec) for y in arch.layers):
+            raise ConfigError("head: layers that draft blocks have grouped-query attention")
         each = zip(arch.layers, self.windows, strict=True)
         changed: Any = (replace(y, attention=replace(y.attention, window=w)) for y, w in each)  # pyright: ignore
         return replace(arch, layers=tuple(changed))

@@ -7,6 +7,7 @@ from jaxspec.checkpoint.heads.block_config import NESTED
 from jaxspec.checkpoint.heads.layers import layers_config
 from jaxspec.models.block_head import BlockSpec
 
+ROUTED = "its layers have experts, and the other engines' heads of this kind are dense"
 INSIDE = tuple(field.name for field in fields(BlockSpec) if field.name not in ("arch", "reads"))
 
 
@@ -88,6 +89,7 @@ def unable_block(spec: BlockSpec, form: str) -> list[str]:
         "it scales embeddings or logits": stated and not normal,
         "it has an embedding of its own": stated and spec.own_embedding,
         "it has a product of its own over the whole vocabulary": stated and spec.draft_vocab == spec.arch.vocab_size,
+        ROUTED: bool(spec.arch.expert_layers),
         "it has both DFlash2's and DSpark's parts": bool(spec.conv_taps) and _is_dspark(spec),
     }
     return [words for words, applies in asked.items() if applies]

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
+from jaxspec.checkpoint.heads.layer_names import layer_rules
 from jaxspec.checkpoint.heads.tensors import MASK_EMBEDDING
-from jaxspec.checkpoint.names.table import NORMS, NameRule, attention_rules, gated_rules
+from jaxspec.checkpoint.names.table import NORMS, NameRule, attention_rules
 from jaxspec.models.block_head import BlockSpec
 
 TOP = (
@@ -41,7 +42,6 @@ LAYER = (
     NameRule(f"{A}key_value_DGXC", (f"{HUB}k_proj.weight", f"{HUB}v_proj.weight"), "key_value"),
     NameRule(f"{A}key_value_bias_GXC", (f"{HUB}k_proj.bias", f"{HUB}v_proj.bias"), "key_value"),
     *(rule for rule in attention_rules() if "qkv" not in rule.leaf),
-    *gated_rules("ffn/", "mlp."),
     *CONVOLUTIONS,
 )
 
@@ -49,6 +49,5 @@ LAYER = (
 def block_rules(spec: BlockSpec) -> Iterator[NameRule]:
     """Yields every rule with its numbers filled in; rules whose parameter the head lacks do not apply."""
     yield from TOP
-    for y in range(len(spec.arch.layers)):
-        for rule in LAYER:
-            yield NameRule(f"layers_{y}/{rule.leaf}", tuple(f"layers.{y}.{name}" for name in rule.hub), rule.pack)
+    for y, layer in enumerate(spec.arch.layers):
+        yield from layer_rules(LAYER, f"layers_{y}/", y, layer)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxspec.checkpoint.heads.block_formats import block_config, block_speculators, native_block, unable_block
+from jaxspec.checkpoint.heads.block_formats import ROUTED, block_config, block_speculators, native_block, unable_block
 from jaxspec.checkpoint.heads.identify import FLAGS, INSIDE, NATIVE, TAPS, AnySpec
 from jaxspec.checkpoint.heads.layers import layers_config
 from jaxspec.errors import ConfigError
@@ -117,6 +117,7 @@ def _unable_everywhere(spec: HeadSpec) -> list[str]:
         "some of its layers see a window, which SGLang's and vLLM's heads do not": any(
             getattr(layer.attention, "window", None) for layer in spec.arch.layers
         ),
+        ROUTED: bool(spec.arch.expert_layers),
     }
     return [words for words, applies in asked.items() if applies]
 

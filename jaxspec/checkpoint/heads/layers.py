@@ -15,25 +15,27 @@ from jaxspec.models.rotary import TEMPERATURE, reach, rope_of, scaling_of, theta
 from jaxspec.nn.attention import AttentionSpec
 from jaxspec.nn.ffn import FfnSpec
 from jaxspec.nn.latent_attention import LatentSpec
+from jaxspec.nn.moe import MoeSpec
 from jaxspec.nn.rope import RopeSpec
 
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 DENSE = ("llama", "qwen2", "qwen3")
+ROUTER = "layers.0.mlp.gate.weight"
 LATENT = Family(model_type="deepseek_v3", mixer=LatentRow())
 NOTABLE_DIGITS = 9  # of a published factor that is found back from what it was multiplied into
 
 
 def arch_of_head(
-    target: ArchSpec, attention: AttentionSpec, *, layers: int, model_dim: int, ffn_hidden: int
+    target: ArchSpec, attention: AttentionSpec, *, layers: int, model_dim: int, ffn: FfnSpec | MoeSpec
 ) -> ArchSpec:
-    """Builds Llama's dense layers for a head that is about to be trained.
+    """Builds Llama's layers for a head that is about to be trained.
 
     Args:
       target: whose vocabulary, epsilon and longest text the head shares.
       attention: of every layer; ``rope_for_head`` gives its rotation.
       layers: how many.
       model_dim: D of the head.
-      ffn_hidden: F.
+      ffn: of every layer; ``routed_ffn`` gives one with experts.
 
     Raises:
       ConfigError: heads cannot share key-value heads evenly.
@@ -43,9 +45,21 @@ def arch_of_head(
             f"head: {attention.heads} attention heads cannot share {attention.kv_heads} key-value heads evenly; give "
             "num_attention_heads and num_key_value_heads of which one divides the other"
         )
-    layer = LayerSpec(attention, FfnSpec(ffn_hidden))
+    layer = LayerSpec(attention, ffn)
     longest = max(target.max_position, reach(attention.rope))
     return ArchSpec("llama", target.vocab_size, model_dim, (layer,) * layers, target.norm_eps, False, longest)
+
+
+def routed_ffn(experts: int, top_k: int, hidden: int, shared_hidden: int = 0) -> MoeSpec:
+    """Returns a mixture of experts as Qwen's configs state it: the softmax of the ``top_k`` best logits weighs them.
+
+    Args:
+      experts: E.
+      top_k: A.
+      hidden: F of one expert.
+      shared_hidden: F of the gated expert that every token goes through, too; 0 for none.
+    """
+    return MoeSpec(experts, top_k, hidden, shared_hidden=shared_hidden, shared_gate=True)
 
 
 def rope_for_head(config: Mapping[str, Any], head_dim: int, theta: float | None = None) -> RopeSpec:
@@ -79,10 +93,10 @@ def layers_of(config: Mapping[str, Any], names: tuple[str, ...] = ()) -> ArchSpe
     """Returns the layers that a config describes.
 
     Args:
-      config: of a head, or the ``transformer_layer_config`` inside it; the feed-forward layers are dense whatever
-        family its ``model_type`` names.
-      names: of the tensors, which tell latent from grouped-query attention and Qwen's from Llama's where the
-        ``model_type`` does not.
+      config: of a head, or the ``transformer_layer_config`` inside it.
+      names: of the tensors, which tell latent from grouped-query attention, Qwen's from Llama's and experts from dense
+        feed-forward layers: a config may be a copy of the target's, with another ``model_type`` and with experts that
+        the head lacks. Without names the config is taken at its word.
 
     Raises:
       ConfigError: keys are missing or contradict each other.
@@ -94,7 +108,11 @@ def layers_of(config: Mapping[str, Any], names: tuple[str, ...] = ()) -> ArchSpe
         kind = "qwen3" if f"{attention}q_norm.weight" in names else "llama"
     if config.get("qkv_bias") and not config.get("attention_bias"):
         kind = "qwen2"
-    return arch_from_config(config, known_families()[kind])
+    family = known_families()[kind]
+    if ROUTER in names or (not names and config.get("num_experts")):
+        # Which layers of a target are dense says nothing about its head's.
+        family = replace(family, moe=replace(known_families()["qwen2_moe"].moe, sparse_step=False))
+    return arch_from_config(config, family)
 
 
 def layers_config(arch: ArchSpec) -> dict[str, Any]:
@@ -115,17 +133,25 @@ def layers_config(arch: ArchSpec) -> dict[str, Any]:
     config |= {
         "hidden_size": arch.model_dim,
         "intermediate_size": ffn.hidden,
-        "hidden_act": ffn.activation.kind if isinstance(ffn, FfnSpec) else None,
+        "hidden_act": ffn.activation.kind,
         "num_hidden_layers": len(arch.layers),
         "vocab_size": arch.vocab_size,
         "rms_norm_eps": arch.norm_eps,
         "max_position_embeddings": arch.max_position,
         "tie_word_embeddings": False,
     }
+    if isinstance(ffn, MoeSpec):
+        config |= {
+            "num_experts": ffn.experts,
+            "num_experts_per_tok": ffn.top_k,
+            "moe_intermediate_size": ffn.hidden,
+            "shared_expert_intermediate_size": ffn.shared_hidden,
+            "norm_topk_prob": ffn.router.renormalize,
+        }
     if alike(layers_of(config)) != alike(arch):
         raise ConfigError(
             "head: its layers have mechanisms that no published config of Llama, Qwen or DeepSeek states; layers that "
-            "can be saved are all alike, with dense gated feed-forward and rotary positions"
+            "can be saved are all alike, with rotary positions and gated feed-forward, dense or with Qwen's experts"
         )
     return config
 

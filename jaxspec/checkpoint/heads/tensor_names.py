@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 
 from jaxspec.checkpoint.heads.block_names import block_rules
-from jaxspec.checkpoint.names.table import NORMS, NameRule, attention_rules, gated_rules
+from jaxspec.checkpoint.heads.layer_names import layer_rules
+from jaxspec.checkpoint.names.table import NORMS, NameRule, attention_rules
 from jaxspec.checkpoint.names.tables.deepseek import LATENT
 from jaxspec.models.block_head import BlockSpec
 from jaxspec.models.draft_head import HeadSpec
 from jaxspec.models.medusa import MedusaSpec
 
 MIXER = tuple({rule.leaf: rule for rule in (*LATENT, *attention_rules())}.values())
-LAYER = (*MIXER, *gated_rules("ffn/", "mlp."))
 TOP = (
     NameRule("embed_VD", ("embed_tokens.weight",)),
     NameRule("input_norm_X", ("input_norm.weight",)),
@@ -38,10 +38,9 @@ def head_rules(spec: HeadSpec | BlockSpec | MedusaSpec) -> Iterator[NameRule]:
         return
     yield from TOP
     yield NameRule("part_norm_XD", tuple(f"fc_norm.{n}.weight" for n in range(spec.parts)), "each")
-    for y in range(len(spec.arch.layers)):
-        path = f"layers_{y - 1}/" if y else "first/"
-        for rule in (*NORMS, *LAYER) if y else LAYER:
-            yield NameRule(path + rule.leaf, tuple(f"layers.{y}.{name}" for name in rule.hub), rule.pack)
+    for y, layer in enumerate(spec.arch.layers):
+        path, rules = (f"layers_{y - 1}/", (*NORMS, *MIXER)) if y else ("first/", MIXER)
+        yield from layer_rules(rules, path, y, layer)
 
 
 def _medusa_rules(spec: MedusaSpec) -> Iterator[NameRule]:

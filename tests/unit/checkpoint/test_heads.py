@@ -15,6 +15,7 @@ from jaxspec.checkpoint.heads.layers import arch_of_head, layers_config, layers_
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.medusa import MedusaSpec
 from jaxspec.nn.attention import AttentionSpec
+from jaxspec.nn.ffn import FfnSpec
 from jaxspec.nn.policy import make_policy
 from jaxspec.nn.rope import RopeSpec
 from jaxspec.protocol import CaptureSpec
@@ -253,7 +254,7 @@ def test_layers_from_numbers_are_those_of_a_config_of_them():
     for config in (LAYERS, yarn):
         target = layers_of(config)
         attention = AttentionSpec(4, 2, 8, rope_for_head(config, 8))
-        assert arch_of_head(target, attention, layers=1, model_dim=D, ffn_hidden=48) == target
+        assert arch_of_head(target, attention, layers=1, model_dim=D, ffn=FfnSpec(48)) == target
     assert rope_for_head(yarn, 6, 9.0) == RopeSpec(9.0, 6)
     with pytest.raises(ConfigError, match="4 attention heads cannot share 3"):
-        arch_of_head(layers_of(LAYERS), AttentionSpec(4, 3, 8), layers=1, model_dim=D, ffn_hidden=48)
+        arch_of_head(layers_of(LAYERS), AttentionSpec(4, 3, 8), layers=1, model_dim=D, ffn=FfnSpec(48))

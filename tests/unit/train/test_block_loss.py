@@ -32,6 +32,7 @@ from tests.unit.train.test_unroll import (
     arch,
     batch_of,
     drafts_of,
+    routed,
     run_teacher,
     target,
     texts,
@@ -64,6 +65,8 @@ SPECS = {
     "both-ways": spec(layers(6, 7)),
     "to-the-anchor": spec(layers(5, None), causal=(True, False), window_from_anchor=True, embedding_scale=2.0),
     "dspark": spec(layers(None), **DSPARK),
+    "routed": spec(routed(layers(None, 6))),
+    "dflash2-routed": spec(routed(layers(None)), conv_taps=2, conv_group=4, selector_rank=4, selector_top_k=VOCAB),
     "dspark-rnn": spec(layers(None), markov_kind="rnn", **(DSPARK | {"block_size": DRAFTS + 2})),
     "dflash2": spec(layers(None), conv_taps=2, conv_group=4, selector_rank=4, selector_top_k=VOCAB),
 }
@@ -79,7 +82,7 @@ def objective_of(net: BlockHead, **loss: Any) -> HeadObjective:
 def trained_logits(net: BlockHead, params: Params, objective: HeadObjective, batch: Batch, anchor_BN: jax.Array):
     """What drafts are drawn from after the text's own tokens."""
     teacher = run_teacher(*target(), batch, net.spec.reads)
-    last = run_blocks(objective, net, params, teacher, batch, anchor_BN)[:, :, net.spec.first :]
+    last = run_blocks(objective, net, params, teacher, batch, anchor_BN)[0][:, :, net.spec.first :]
     before = anchor_BN[..., None] + jnp.arange(net.spec.drafts, dtype=jnp.int32)
     read = _followed(net, params, last, batch.token_BT[jnp.zeros((1, 1, 1), jnp.int32), before])
     own = bool(net.spec.draft_vocab)
@@ -169,7 +172,7 @@ def test_the_losses_are_those_of_the_papers():
 
 def confidence(net: BlockHead, params: Any, objective: HeadObjective, batch: Batch, anchors: jax.Array) -> np.ndarray:
     teacher = run_teacher(*target(), batch, net.spec.reads)
-    last = run_blocks(objective, net, params, teacher, batch, anchors)
+    last = run_blocks(objective, net, params, teacher, batch, anchors)[0]
     before = jnp.minimum(anchors[..., None] + jnp.arange(net.spec.drafts), batch.token_BT.shape[1] - 1)
     read = _followed(net, params, last, batch.token_BT[0][before])
     return np.asarray(read.confidence, np.float64)[0, ..., 0]

@@ -1,5 +1,6 @@
 """Training-time rounds are what drafting does: the same head, the same slots, the same logits."""
 
+from dataclasses import replace as changed
 from functools import cache, partial
 from itertools import pairwise
 
@@ -8,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.checkpoint.heads.layers import routed_ffn
 from jaxspec.decode.prefill import Chunk, prefill
 from jaxspec.decode.state import Target, init_state
 from jaxspec.draft.head_drafter import head_drafter
 from jaxspec.models.apply import apply
+from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead, HeadSpec
 from jaxspec.models.medusa import Medusa, MedusaSpec
@@ -44,6 +47,11 @@ def arch(layers: int = 1, dim: int = DIM):
     return arch_of({**config, "num_key_value_heads": 1, "max_position_embeddings": 64, "rope_theta": 100.0})
 
 
+def routed(of: ArchSpec) -> ArchSpec:
+    """The layers with experts."""
+    return changed(of, layers=tuple(changed(layer, ffn=routed_ffn(4, 2, 8, 8)) for layer in of.layers))
+
+
 HEADS = {
     "eagle": HeadSpec(arch(), DIM, last=True, join="product", join_bias=True),
     "eagle3": HeadSpec(arch(), DIM, CaptureSpec(taps=(1, 2, 3)), draft_vocab=VOCAB),
@@ -62,6 +70,8 @@ HEADS = {
     "shared-expert": HeadSpec(
         arch(), DIM, CaptureSpec(shared_outputs=(0, 2)), fc_norm=True, draft_vocab=VOCAB, routing=(0, 1), experts=4
     ),
+    "routed": HeadSpec(routed(arch(2)), DIM, CaptureSpec(taps=(1, 3)), draft_vocab=VOCAB),
+    "p-eagle-routed": HeadSpec(routed(arch()), DIM, CaptureSpec(taps=(1, 2)), draft_vocab=VOCAB, mask_token=3),
     "p-eagle": HeadSpec(arch(2), DIM, CaptureSpec(taps=(1, 2, 3)), draft_vocab=VOCAB, mask_token=3),
 }
 
