@@ -11,7 +11,7 @@ from jaxspec.models.block_head import BlockHead, BlockSpec
 from jaxspec.models.trained_head import Head
 from jaxspec.nn.policy import Policy
 from jaxspec.protocol import CaptureSpec
-from tests.unit.checkpoint.head_cases import FLOAT32, IDS_W, LAYERS, D, V, W
+from tests.unit.checkpoint.head_cases import FLOAT32, IDS_W, LAYERS, ROUTED, D, V, W
 
 QWEN3 = LAYERS | {"model_type": "qwen3"}
 SLIDING = {"sliding_window": 6, "use_sliding_window": True}
@@ -51,6 +51,7 @@ PUBLISHED = ANYWHERE | {
     "own-head": block_spec(draft_vocab=V),
 }
 NATIVE = PUBLISHED | {"own-mask": block_spec(own_mask=True), "convolved": block_spec(conv_taps=3, conv_group=8)}
+NATIVE |= {"routed": block_spec(EVERY | ROUTED), "dflash2-routed": block_spec(ROUTED, **DFLASH2)}
 
 
 def block_head(of: BlockSpec, policy: Policy = FLOAT32) -> Head:

@@ -33,6 +33,9 @@ LAYERS: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 1, "vocab_size": V, "rms_norm_eps": 1e-5,
     "max_position_embeddings": 128, "rope_theta": 50000.0,
 }  # fmt: skip
+ROUTED: dict[str, Any] = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True,
+}  # fmt: skip
 LATENT: dict[str, Any] = LAYERS | {
     "model_type": "deepseek_v3", "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "kv_lora_rank": 16,
     "q_lora_rank": 12, "rope_scaling": {

@@ -26,7 +26,7 @@ from tests.unit.checkpoint.block_cases import (
     block_head,
     block_spec,
 )  # fmt: skip
-from tests.unit.checkpoint.head_cases import FLOAT32, TARGET, D, V, W, assert_same, head, spec
+from tests.unit.checkpoint.head_cases import FLOAT32, ROUTED, TARGET, D, V, W, assert_same, head, spec
 from tests.unit.checkpoint.test_heads_import import write_archive
 
 VERIFIER = Verifier("models/target", ("Qwen3MoeForCausalLM",))
@@ -177,6 +177,7 @@ UNABLE = [
     (block_spec(), "eagle3", "it drafts blocks.*These formats can: dflash, speculators"),
     (block_spec({"model_type": "llama"}), "dflash", "not normalized"),
     (block_spec(own_mask=True), "dflash", "embedding of its mask"),
+    (block_spec(ROUTED), "dflash", "layers have experts, .* dense. No other engine's format can"),
     (block_spec(conv_taps=2, conv_group=4), "dflash", "a selector or a convolution alone"),
     (block_spec(EVERY), "speculators", "its windows end where"),
     (block_spec(EVERY, causal=(True, False)), "dflash", "in a way that no config states"),

@@ -20,16 +20,19 @@ from jaxspec.nn.policy import make_policy
 from jaxspec.nn.rope import RopeSpec
 from jaxspec.protocol import CaptureSpec
 from tests.unit.checkpoint.head_cases import (
+    FIRST,
     FLOAT32,
     IDS_W,
     LATENT,
     LAYERS,
+    ROUTED,
     TARGET,
     D,
     V,
     W,
     assert_same,
     head,
+    layer_shapes,
     logits,
     spec,
 )  # fmt: skip
@@ -64,6 +67,13 @@ NATIVE = {
         {"num_hidden_layers": 2, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
     ),
     "qwen2": spec({"model_type": "qwen2", "qkv_bias": True}),
+    "routed": spec(ROUTED | {"num_hidden_layers": 2}),
+    "routed-shared": spec(
+        ROUTED | {"model_type": "qwen3", "shared_expert_intermediate_size": 20},
+        reads=CaptureSpec(),
+        last=True,
+        join="product",
+    ),
     "partial": spec({"partial_rotary_factor": 0.5}),
 }
 MEDUSA = {
@@ -107,6 +117,43 @@ def test_a_head_computes_the_same_after_it_was_saved(tmp_path: Path, form):
     made = head(ANYWHERE["plain"])
     save_head(made, tmp_path / "head", form, verifier=VERIFIER)
     np.testing.assert_array_equal(logits(load_head(tmp_path / "head", TARGET, FLOAT32)), logits(made))
+
+
+def test_experts_have_the_names_that_qwen_gives_them(tmp_path: Path):
+    made = head(NATIVE["routed-shared"])
+    save_head(made, tmp_path / "head")
+    tensors = load_file(tmp_path / "head" / "model.safetensors")
+    mlp = "layers.0.mlp."
+    assert {n: tensors[n].shape for n in tensors if n.startswith(mlp) and ".experts." not in n} == {
+        f"{mlp}gate.weight": (4, D), f"{mlp}shared_expert_gate.weight": (1, D),
+        f"{mlp}shared_expert.gate_proj.weight": (20, D), f"{mlp}shared_expert.up_proj.weight": (20, D),
+        f"{mlp}shared_expert.down_proj.weight": (D, 20),
+    }  # fmt: skip
+    own = made.params["params"]["first"]["ffn"]
+    np.testing.assert_array_equal(tensors[f"{mlp}experts.3.up_proj.weight"].T, own["gate_up_ED2F"][3, :, 1])
+    np.testing.assert_array_equal(tensors[f"{mlp}experts.2.down_proj.weight"].T, own["down_EFD"][2])
+    layers = json.loads((tmp_path / "head" / "config.json").read_text())["transformer_layer_config"]
+    stated = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True}
+    assert {key: layers[key] for key in stated} == stated
+    assert layers["shared_expert_intermediate_size"] == 20
+
+
+def test_a_copy_of_the_targets_config_gives_a_dense_head_no_experts():
+    dense = tuple(layer_shapes("layers.0.", 2 * D, FIRST))
+    assert layers_of(LAYERS | ROUTED, dense) == layers_of(LAYERS)
+    routed = layers_of(LAYERS | ROUTED | {"mlp_only_layers": [0]}, (*dense, "layers.0.mlp.gate.weight"))
+    assert routed == layers_of(LAYERS | ROUTED), "nor are the target's dense layers the head's"
+    assert routed.expert_layers == (0,)
+
+
+def test_a_missing_expert_is_named(tmp_path: Path):
+    save_head(head(NATIVE["routed"]), tmp_path / "head")
+    file = tmp_path / "head" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["layers.1.mlp.experts.3.up_proj.weight"]
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=r"1 missing: layers\.1\.mlp\.experts\.3\.up_proj\.weight"):
+        load_head(tmp_path / "head", TARGET, FLOAT32)
 
 
 def test_our_own_format_needs_no_target(tmp_path: Path):
@@ -166,6 +213,8 @@ REFUSED = [
     (NATIVE["both-features"], "speculators", "last hidden state besides"),
     (NATIVE["embedding-tap"], "eagle3", "boundary 0"),
     (NATIVE["window"], "eagle3", "see a window"),
+    (NATIVE["routed"], "eagle3", "layers have experts, .* dense"),
+    (NATIVE["routed"], "speculators", "layers have experts, .* jaxspec serves it as it is"),
     (SPECULATORS["qwen3"], "eagle3", "queries and keys are normalized"),
     (SPECULATORS["biases"], "eagle3", "biases, which SGLang leaves out"),
     (EAGLE3["latent"], "speculators", "latent"),

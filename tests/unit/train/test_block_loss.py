@@ -96,7 +96,7 @@ def trained_logits(net: BlockHead, params: Params, objective: HeadObjective, bat
     return jax.nn.log_softmax(logits)
 
 
-QUICK = ("windows", "dspark-rnn", "dflash2")
+QUICK = ("windows", "dspark-rnn", "dflash2", "routed")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in SPECS])

@@ -130,7 +130,7 @@ def initial(net: DraftHead | Medusa) -> Params:
     return jax.tree.map(lambda x: x + 0.3 * np.random.default_rng(x.size).normal(size=x.shape).astype(x.dtype), params)
 
 
-QUICK = ("eagle", "eagle3-two-layers", "p-eagle", "shared-expert")
+QUICK = ("eagle", "eagle3-two-layers", "p-eagle", "routed", "shared-expert")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in HEADS])
