@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.checkpoint.heads.layers import arch_of_head, rope_for_head
@@ -114,7 +115,9 @@ def start_from_target(params: Params, target: Params, ids_W: np.ndarray | None) 
 
     def one(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
         new = given.get(path[-1].key)
-        return new.astype(leaf.dtype) if isinstance(new, jax.Array) and new.shape == leaf.shape else leaf
+        if not isinstance(new, jax.Array) or new.shape != leaf.shape:
+            return leaf
+        return jnp.array(new, leaf.dtype)  # a copy even in its own dtype: a training donates what it updates
 
     return jax.tree_util.tree_map_with_path(one, params)
 
