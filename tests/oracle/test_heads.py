@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from jaxspec.checkpoint.heads.directory import save_head
+from jaxspec.checkpoint.heads.layers import routed_ffn
 from jaxspec.decode.state import Target
 from jaxspec.draft.early_exit import first_layers
 from jaxspec.draft.head_drafter import head_drafter
@@ -40,6 +41,7 @@ DIM, KNOWN = CONFIG["hidden_size"], np.arange(0, VOCAB, dtype=np.int32)[4:]
 LAYER = {k: v for k, v in CONFIG.items() if "expert" not in k and "moe" not in k and k != "architectures"}
 OWN = arch_of(LAYER | {"model_type": "llama", "num_hidden_layers": 1})
 NEAR = replace(OWN.layers[0], attention=replace(OWN.layers[0].attention, window=8))
+ROUTED = replace(OWN, layers=(replace(OWN.layers[0], ffn=routed_ffn(4, 2, 24, 8)),) * 2)
 NETS = {
     "eagle": HeadSpec(OWN, DIM, last=True, join="product", join_bias=True),
     "peagle": HeadSpec(OWN, DIM, CaptureSpec(taps=(0, 1, 2)), draft_vocab=len(KNOWN), mask_token=1),
@@ -55,6 +57,8 @@ NETS = {
     "shared_expert": HeadSpec(
         OWN, DIM, CaptureSpec((2,), (0, 1)), fc_norm=True, draft_vocab=len(KNOWN), routing=(0, 1), experts=4
     ),
+    "eagle3 with experts": HeadSpec(ROUTED, DIM, CaptureSpec(taps=(0, 1, 2)), draft_vocab=len(KNOWN)),
+    "dflash with experts": BlockSpec(ROUTED, DIM, CaptureSpec(taps=(1, 2)), 6, mask_token=1),
 }  # fmt: skip
 LEARNT, UPDATES = "shared_expert", 100
 
@@ -121,14 +125,15 @@ def drafter_of(lab: Lab, kind: str, topology: AnyTopology) -> Drafter:
 
 CASES = [(kind, chain(4)) for kind in (*NETS, "early_exit", "hybrid")] + [(LEARNT, tree((2, 2)))]
 CASES += [("dflash", DynamicTree(top_k=7, steps=5, nodes=8)), ("dspark", tree((2, 2))), ("dflash2", tree((2, 1)))]
+CASES += [("eagle3 with experts", tree((2, 2))), ("dflash with experts", DynamicTree(top_k=7, steps=5, nodes=8))]
 QUICK = ("medusa", LEARNT, "hybrid")  # the others draft in the same loop
-IN_BLOCKS = ("dspark", chain(4))
+ALSO_QUICK = (("dspark", chain(4)), ("eagle3 with experts", tree((2, 2))), ("dflash with experts", chain(4)))
 
 
 @pytest.mark.parametrize(
     ("kind", "topology"),
     [
-        pytest.param(k, t, id=f"{k}-{t.name}", marks=[] if k in QUICK or (k, t) == IN_BLOCKS else [pytest.mark.slow])
+        pytest.param(k, t, id=f"{k}-{t.name}", marks=[] if k in QUICK or (k, t) in ALSO_QUICK else [pytest.mark.slow])
         for k, t in CASES
     ],
 )

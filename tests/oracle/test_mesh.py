@@ -1,18 +1,27 @@
 """A mesh of devices gives the text of one device, with and without speculation, and sends what it is meant to send."""
 
+import json
 from collections import Counter
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.aot import hlo
+from jaxspec.checkpoint.heads.directory import save_head
+from jaxspec.checkpoint.heads.layers import layers_of
 from jaxspec.errors import ConfigError
 from jaxspec.inspect.model_cost import model_cost
+from jaxspec.models.draft_head import DraftHead, HeadSpec
+from jaxspec.models.trained_head import Head
+from jaxspec.nn.policy import make_policy
 from jaxspec.perf.cost import Mesh
 from jaxspec.perf.links import collectives
+from jaxspec.protocol import CaptureSpec
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
 from jaxspec.topology import chain
@@ -141,6 +150,24 @@ def test_biases_and_scores_on_a_mesh(whole: LLM):
 def test_a_mesh_gives_the_text_of_one_device(name: str, sizes: dict, speculation: dict | None, transport: str):
     found = LLM(GOLDENS[name], **SETTINGS, mesh=sizes, speculative_config=speculation, expert_transport=transport)
     assert text(found) == alone(name)
+
+
+@pytest.mark.parametrize("transport", ["sum", slow("padded")])
+def test_a_head_has_its_experts_where_the_target_has_its(tmp_path: Path, transport: str):
+    config = json.loads((GOLDENS[FAMILY] / "config.json").read_text())
+    own = layers_of(config | {"num_hidden_layers": 1, "num_experts": 4, "norm_topk_prob": True})
+    net = DraftHead(HeadSpec(own, own.model_dim, CaptureSpec(taps=(0, 1))), make_policy("float32"))
+    save_head(Head(net, net.initial(jax.random.key(0)), None), tmp_path / "head")
+    speculation = {"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": 2}
+    llm = LLM(
+        GOLDENS[FAMILY], **SETTINGS, mesh={"data": 2, "expert": 2}, speculative_config=speculation,
+        expert_transport=transport,
+    )  # fmt: skip
+    ffn: Any = llm.engine.programs.drafter.params["params"]["first"]["ffn"]
+    for name in ("gate_up_ED2F", "down_EFD"):
+        assert ffn[name].sharding.spec[0] == "expert"
+        assert {shard.data.shape[0] for shard in ffn[name].addressable_shards} == {2}
+    assert text(llm) == alone(FAMILY)
 
 
 def test_meshes_that_do_not_fit_are_refused():
