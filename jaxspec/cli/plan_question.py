@@ -32,8 +32,8 @@ class PlanArgs:
       devices: Tabulate these numbers of devices of --hardware instead, each with --batch rows per device (8).
       mesh: Devices per axis, for example expert=4,tensor=2; by default experts (or a dense model's matrices) are
         spread over all devices.
-      drafter: ngram, mtp, eagle, medusa, or the config of a draft model; by default the best of those that the model
-        allows.
+      drafter: ngram, mtp, eagle, medusa, the config of a draft model, or the directory of a head; by default the best
+        of those that the model allows.
       acceptance: Probability that a draft is accepted after accepted ones (0.7), or the share of passes in which each
         position is accepted, as engines report it (0.9,0.72,0.48); by default published figures of the drafter.
       overlap: Experts that four neighboring positions touch, as a share of the count under independent routing; by
@@ -111,7 +111,7 @@ def question_of(args: PlanArgs) -> tuple["Question", str]:
     )
     if (args.hardware is None) == (args.calibration is None):
         raise ConfigError("plan: give either --hardware, for example h200x8, or --calibration")
-    drafters = drafters_of(args.drafter, model)
+    drafters = drafters_of(args.drafter, model, config)
     if args.rules and args.drafter is None:
         # Rules are held against one drafter: what comes with the model, or what people train for it.
         drafters = tuple(d for d in drafters if d.kind == ("mtp" if model.prediction else "eagle"))
@@ -206,12 +206,14 @@ def parse_mesh(text: str | None) -> "Mesh | None":
     return Mesh(**axes)
 
 
-def drafters_of(name: str | None, model: "ModelCost") -> tuple["DraftCost", ...]:
-    """Returns the drafter of this name, or all that are possible without a draft model.
+def drafters_of(name: str | None, model: "ModelCost", config: Mapping[str, Any]) -> tuple["DraftCost", ...]:
+    """Returns the drafter of this name for the model of a config, or all that are possible without a draft model.
 
     Raises:
       ConfigError: it is not known, or the model has none of its kind.
     """
+    from jaxspec.checkpoint.heads.identify import is_head
+    from jaxspec.inspect.head_cost import head_cost
     from jaxspec.inspect.model_cost import model_cost
     from jaxspec.inspect.shipped import model_config
     from jaxspec.perf.drafting import KINDS, DraftCost
@@ -227,8 +229,10 @@ def drafters_of(name: str | None, model: "ModelCost") -> tuple["DraftCost", ...]
         raise ConfigError(f"plan: {model.name} has no layers of multi-token prediction; choose another drafter")
     if name in KINDS:
         raise ConfigError(f"plan: for {name} give the config of a draft model instead, for example llama-3.2-1b")
-    name, config = model_config(name)
-    draft = model_cost(config, name=name)
+    path, (name, own) = Path(name), model_config(name)
+    if is_head(own):
+        return (head_cost(path, config, model),)
+    draft = model_cost(own, name=name)
     if abs(draft.vocab_size - model.vocab_size) > PADDING_ROWS:
         raise ConfigError(
             f"plan: {name} has a vocabulary of {draft.vocab_size}, {model.name} of {model.vocab_size}; a draft model "

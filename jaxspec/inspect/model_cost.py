@@ -84,7 +84,7 @@ def model_cost(
         layers=tuple(_layers(arch, sizes, kind)),
         head_bytes=sum(x.size_bytes for x in head),
         head_flops=2.0 * sum(x.values for x in head),
-        memory_bytes=_by_part(sizes) | _by_part(prediction),
+        memory_bytes=bytes_by_part(sizes) | bytes_by_part(prediction),
         token_bytes=sum(cached_bytes(arch, kind).values()),
         row_bytes=float(sum(ring_bytes(arch, kind).values())),
         heads=getattr(attention, "heads", 1),
@@ -97,7 +97,7 @@ def model_cost(
     why = arch.chain_only or replace(arch, layers=arch.mtp).chain_only
     name = f"{cost.name}'s multi-token prediction"
     return replace(
-        cost, prediction=replace(cost, name=name, layers=layers, memory_bytes=_by_part(prediction), chain_only=why)
+        cost, prediction=replace(cost, name=name, layers=layers, memory_bytes=bytes_by_part(prediction), chain_only=why)
     )
 
 
@@ -154,7 +154,8 @@ def _experts(arch: ArchSpec) -> int:
     return next((layer.ffn.experts for layer in arch.layers if isinstance(layer.ffn, MoeSpec)), 1)
 
 
-def _by_part(sizes: Sizes) -> dict[str, float]:
+def bytes_by_part(sizes: Sizes) -> dict[str, float]:
+    """Returns the bytes of parameters by the part of the model that they belong to."""
     return {part: float(size) for part, size in by_part((p, round(x.size_bytes)) for p, x in sizes.items()).items()}
 
 
@@ -168,8 +169,8 @@ def _layers(arch: ArchSpec, sizes: Sizes, kind: np.dtype) -> list[LayerCost]:
     for spec in dict.fromkeys(arch.layers):
         name, repeats = stacks[spec]
         own = {path: size for path, size in sizes.items() if path.startswith(f"{name}/")}
-        caches = [cache for half in spec.halves for cache in _caches(half.attention, kind, lent)]
-        costs.append(_layer(spec, own, repeats, counts[spec], caches))
+        caches = [cache for half in spec.halves for cache in cache_costs(half.attention, kind, lent)]
+        costs.append(layer_cost(spec, own, repeats, counts[spec], caches))
     return costs
 
 
@@ -184,11 +185,20 @@ def _prediction_layers(arch: ArchSpec, sizes: Sizes, kind: np.dtype) -> list[Lay
     for number, spec in enumerate(arch.mtp):
         # A head of its own is as large as the model's, which counts already.
         own = {p: x for p, x in sizes.items() if p.startswith(f"mtp_{number}/") and declared(p).part != "head"}
-        costs.append(_layer(spec, own, 1, 1, _caches(spec.attention, kind, None)))
+        costs.append(layer_cost(spec, own, 1, 1, cache_costs(spec.attention, kind, None)))
     return costs
 
 
-def _layer(spec: LayerSpec, sizes: Sizes, repeats: int, count: int, caches: list[CacheCost]) -> LayerCost:
+def layer_cost(spec: LayerSpec, sizes: Sizes, repeats: int, count: int, caches: list[CacheCost]) -> LayerCost:
+    """Returns what layers cost that are alike.
+
+    Args:
+      spec: of each.
+      sizes: of their parameters, in which ``repeats`` layers are stacked.
+      repeats: see there.
+      count: how many layers there are.
+      caches: of each.
+    """
     routed = [size for path, size in sizes.items() if _is_routed(path)]
     dense = [size for path, size in sizes.items() if not _is_routed(path) and declared(path).kind != "table"]
     ffn = spec.ffn
@@ -211,7 +221,7 @@ def _is_routed(path: str) -> bool:
     return part_of(path.partition("/")[2] if path.startswith("mtp_") else path) == "routed experts"
 
 
-def _caches(spec: Any, kind: np.dtype, lent: int | None) -> list[CacheCost]:
+def cache_costs(spec: Any, kind: np.dtype, lent: int | None) -> list[CacheCost]:
     """Returns what attention reads: every stream once for all queries of a row, and each query's products with it.
 
     Args:

@@ -15,11 +15,13 @@ from jaxspec.checkpoint.load.places import flatten
 from jaxspec.config import shipped
 from jaxspec.errors import ConfigError
 from jaxspec.inspect.model_cost import model_cost
+from jaxspec.models.arch import chosen_of, experts_of
 from jaxspec.models.block_head import BlockHead
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.medusa import Medusa
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.attention import AttentionSpec
+from jaxspec.nn.param import declared
 from jaxspec.nn.policy import policy_for
 from jaxspec.perf.cost import Mesh, ModelCost, Rates, works
 from jaxspec.perf.hardware import Hardware, hardware_of
@@ -127,7 +129,8 @@ def update_flops(work: UpdateWork, model: ModelCost, settings: RunSettings) -> d
     passes = works(model, rows=rows, positions=work.length, context=work.length // 2, head_positions=0)
     target = 0.0 if settings.features.cache else sum(x.count * x.flops for x in passes)
     share = width / work.arch.vocab_size if work.loss.draft_only else 1.0
-    sizes = {path: math.prod(leaf.shape) for path, leaf in _matrices(net).items()}
+    arch = None if isinstance(net, Medusa) else net.arch if isinstance(net, Transformer) else net.spec.arch
+    sizes = _factors(net, chosen_of(arch) / max(experts_of(arch), 1) if arch else 1.0)
     own = sum(size for path, size in sizes.items() if path.endswith(("head_DW", "head_DV")))
     if isinstance(net, Transformer) and not own:  # tied
         own = sizes["head_DV"] = net.arch.vocab_size * net.arch.model_dim
@@ -135,7 +138,6 @@ def update_flops(work: UpdateWork, model: ModelCost, settings: RunSettings) -> d
     each = sum(sizes.values()) - own - once
     slots, drafts = _slots(work, rows)
     vocabulary = 2.0 * own if own else model.head_flops
-    arch = None if isinstance(net, Medusa) else net.arch if isinstance(net, Transformer) else net.spec.arch
     mixers = [layer.attention for layer in arch.layers if isinstance(layer.attention, AttentionSpec)] if arch else []
     attention = sum(4.0 * mixer.heads * mixer.head_dim * work.length / 2 for mixer in mixers)
     forward = 2.0 * once * places + slots * (2.0 * each + attention)
@@ -148,11 +150,11 @@ def update_flops(work: UpdateWork, model: ModelCost, settings: RunSettings) -> d
     }
 
 
-def _matrices(net: Any) -> dict[str, Any]:
-    """Returns the parameters of a head that are factors of products."""
+def _factors(net: Any, chosen: float) -> dict[str, float]:
+    """Counts the parameters that are factors of a position's products, of experts the ``chosen`` share."""
     leaves = flatten(jax.eval_shape(lambda: init_params(net, jax.random.key(0)))["params"])
     return {
-        path: leaf
+        path: math.prod(leaf.shape) * (chosen if declared(path).part == "routed experts" else 1.0)
         for path, leaf in leaves.items()
         if len(leaf.shape) > 1 and not path.endswith(("embed_VD", "part_norm_XD"))
     }

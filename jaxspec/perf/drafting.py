@@ -24,10 +24,12 @@ class DraftCost:
     Attributes:
       kind: of ``KINDS``.
       model: draft model, layers of multi-token prediction, or head; None for prompt lookup.
+      block: rows of the one pass of a head that drafts a block at once, 0 where drafts follow one another.
     """
 
     kind: str
     model: ModelCost | None = None
+    block: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -148,7 +150,7 @@ def draft_time(
     A draft model runs K + 1 passes; layers of prediction and EAGLE heads K - 1, and one more over all committed
     positions, for they continue from the target's states; Medusa's heads run once. Of that one more the last layer
     runs at one position per row but for keys and values, whose products at the others, which read no further weights,
-    are not counted.
+    are not counted. A block is one pass; what it then observes are keys and values alone, and not counted either.
 
     Args:
       draft: whose.
@@ -172,6 +174,8 @@ def draft_time(
         return depth * _pass(draft.model, rates, rows, 1, context, mesh, overlap)
     if draft.kind == "draft_model":
         cells = [(draft.model, w, w if d < depth else 0) for d, w in enumerate(widths)]
+    elif draft.block:
+        cells = [(draft.model, draft.block, depth)]
     else:
         layers = draft.model.layers
         each = [replace(draft.model, layers=(layers[min(d, len(layers) - 1)],)) for d in range(depth)]

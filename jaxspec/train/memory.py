@@ -256,7 +256,7 @@ def draft_head_bytes(work: UpdateWork, spec: HeadSpec, rows: int, *, remat: bool
 
 
 def _widths(layer: LayerSpec) -> tuple[int, int, int]:
-    """Returns the hidden units of a head's layer, and the widths of its queries and keys."""
+    """Returns the hidden units of a head's layer, and the widths of its queries and keys; experts copy their rows."""
     mixer, ffn = layer.attention, layer.ffn
     assert isinstance(mixer, AttentionSpec), "heads have ordinary attention"
     hidden = ffn.top_k * ffn.hidden + ffn.shared_hidden if isinstance(ffn, MoeSpec) else ffn.hidden if ffn else 0

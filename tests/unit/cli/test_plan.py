@@ -5,15 +5,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxspec.checkpoint.files.fingerprint import digests
+from jaxspec.checkpoint.heads.directory import save_head
+from jaxspec.checkpoint.heads.layers import layers_of
 from jaxspec.cli.main import main
 from jaxspec.cli.plan_question import PlanArgs, question_of
+from jaxspec.config import shipped
 from jaxspec.inspect import plan_plot
+from jaxspec.inspect.head_cost import head_cost
+from jaxspec.inspect.model_cost import model_cost
+from jaxspec.models.catalog import arch_of
+from jaxspec.models.draft_head import DraftHead, HeadSpec
+from jaxspec.models.trained_head import Head
+from jaxspec.nn.policy import make_policy
 from jaxspec.perf.calibration import VERSION, Calibration, FitRecord, MeasuredCell, save_calibration
 from jaxspec.perf.overlap import MeasuredOverlap
 from jaxspec.perf.planner import plan as make_plan
+from jaxspec.protocol import CaptureSpec
 from scripts.house_report import ROOT
 
 CONFIGS = sorted(file.stem for file in (ROOT / "configs" / "models").glob("*.json"))
@@ -107,6 +119,28 @@ def test_drafters(capsys: pytest.CaptureFixture):
     assert "config of a draft model instead" in refused(capsys, *flags, "--drafter", "draft_model")
     own = plan(capsys, "--model", "glm-4.7-flash", "--hardware", "h200", "--batch", "1", "--drafter", "mtp")
     assert own["batches"][0]["best"]["kind"] == "mtp"
+
+
+def test_a_head_with_experts_reads_those_that_it_touches(tmp_path: Path, capsys: pytest.CaptureFixture):
+    config = json.loads((shipped("models") / "qwen3-30b-a3b.json").read_text())
+    target, kinds = arch_of(config), {}
+    for kind, more in (("dense", {}), ("routed", {"num_experts": 8, "num_experts_per_tok": 2})):
+        wide = {"moe_intermediate_size": 16, "intermediate_size": 32, "num_hidden_layers": 1} | more
+        layers = {**{k: v for k, v in config.items() if "expert" not in k}, **wide}
+        spec = HeadSpec(layers_of(layers), target.model_dim, CaptureSpec(taps=(2, 24)))
+        net = DraftHead(spec, make_policy("bfloat16"))
+        shapes = jax.eval_shape(net.initial, jax.random.key(0))
+        params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        save_head(Head(net, params, None), tmp_path / kind)
+        kinds[kind] = head_cost(tmp_path / kind, config, model_cost(config)).model
+    dense, routed = kinds["dense"], kinds["routed"]
+    router = 2 * 2048 * 8
+    assert routed.memory_bytes["routed experts"] == 8 * 3 * 2048 * 16 * 2
+    assert routed.weight_bytes(1, 1) - dense.weight_bytes(1, 1) == pytest.approx(router), "as much as the dense one"
+    found = plan(capsys, "--model", "qwen3-30b-a3b", "--hardware", "h100", "--drafter", str(tmp_path / "routed"))
+    assert found["batches"][0]["best"]["kind"] == "eagle"
+    held = sum(routed.memory_bytes.values()) + 1024 * routed.token_bytes
+    assert found["batches"][0]["memory"]["by_part"]["drafter"] == held, "and all are held"
 
 
 def test_acceptance_per_position(capsys: pytest.CaptureFixture):

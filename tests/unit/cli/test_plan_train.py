@@ -113,6 +113,17 @@ def test_mistakes(capsys: pytest.CaptureFixture):
     )
 
 
+def test_experts_of_a_head_count_as_often_as_they_are_chosen(capsys: pytest.CaptureFixture):
+    """Its memory is that of all, its products are those of what a token goes through."""
+    routed = ("--set", "head.num_experts=64", "--set", "head.num_experts_per_tok=4")
+    dense, sparse = planned(capsys, *QWEN), planned(capsys, *QWEN, *routed)
+    router = 7 * 3 * 2 * 64 * 2048 * 8 * 2048  # seven rounds of eight rows, forward and both gradients
+    assert sparse["flops"]["head"] - dense["flops"]["head"] == pytest.approx(router, rel=0.01)
+    name = "head with optimizer"
+    more = 15 * (3 * 2048 * 8 * 768) * 4 * 3  # sixteen times the hidden units, float32 with two moments
+    assert sparse["memory"][name] - dense["memory"][name] == pytest.approx(more, rel=0.01)
+
+
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "peagle", "medusa", "dflash", "dspark"])
 def test_every_kind_of_head_has_a_plan(kind: str):
     settings = load_run_settings(kind)
