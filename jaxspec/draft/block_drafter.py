@@ -160,6 +160,7 @@ class BlockDrafter(CachedDrafter):
 
     def _unary(self, last_BKD: Array) -> Array:
         """Logits of each row by itself, over the draft vocabulary."""
+        last_BKD = apply(self.net, self.params, last_BKD, method="normed")
         if self.net.spec.draft_vocab:
             return self.net.spec.shaped(apply(self.net, self.params, last_BKD, method="logits"))
         return self.net.spec.shaped(head(self.target, self.base, last_BKD))

@@ -15,8 +15,11 @@ from jaxspec.nn.anchored import Anchored, BlockView
 from jaxspec.nn.attention import AttentionSpec
 from jaxspec.nn.block_attention import BlockAttention
 from jaxspec.nn.block_conv import BlockConv
+from jaxspec.nn.block_one_key import BlockOneKey
+from jaxspec.nn.compressed_attention import CompressedSpec
 from jaxspec.nn.dense import dense, lookup
 from jaxspec.nn.ffn import DenseFfn
+from jaxspec.nn.hyper import HyperConnection, HyperHead, merge
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.moe import Moe, MoeSpec
 from jaxspec.nn.norm import rms_norm
@@ -106,6 +109,11 @@ class BlockSpec:
         """Whether a draft depends on the one before it, or comes with a confidence."""
         return bool(self.selector_rank or self.markov_rank or self.confidence != "none")
 
+    @property
+    def normed_late(self) -> bool:
+        """Whether a call returns the hidden state before the last norm, as DeepSeek-V4's confidence reads it."""
+        return self.arch.hyper is not None
+
     @cached_property
     def views(self) -> tuple[BlockView, ...]:
         """Returns what rows of a block see in each layer."""
@@ -136,13 +144,18 @@ class BlockLayer(nn.Module):
     def setup(self) -> None:
         """Declares the parameters."""
         s, p, a = self.spec, self.policy, self.spec.arch
-        assert isinstance(self.layer.attention, AttentionSpec), "checked where the spec is made"
+        assert isinstance(self.layer.attention, AttentionSpec | CompressedSpec), "checked where the spec is made"
         ffn = self.layer.ffn
         assert ffn is not None, "layers of heads have both parts"
         self.attention_norm_D = declare(self, p, NORMS["attention_norm"], (a.model_dim,))
-        self.attention = BlockAttention(self.layer.attention, self.view, a.model_dim, a.norm_eps, p)
+        mixer = BlockOneKey if isinstance(self.layer.attention, CompressedSpec) else BlockAttention
+        self.attention = mixer(self.layer.attention, self.view, a.model_dim, a.norm_eps, p)
         self.ffn_norm_D = declare(self, p, NORMS["ffn_norm"], (a.model_dim,))
         self.ffn = Moe(ffn, a.model_dim, p) if isinstance(ffn, MoeSpec) else DenseFfn(ffn, a.model_dim, p)
+        if a.hyper is not None:
+            self.attention_hyper, self.ffn_hyper = (
+                HyperConnection(a.hyper, a.model_dim, a.norm_eps, p) for _ in range(2)
+            )
         if s.conv_taps:
             conv = s.conv_taps, s.conv_group, s.block_size, a.model_dim, p
             self.attention_conv, self.ffn_conv = BlockConv(*conv), BlockConv(*conv)
@@ -152,8 +165,10 @@ class BlockLayer(nn.Module):
         return self.attention.observe(c_BTD, inputs)
 
     def __call__(self, x_BTD: Array, inputs: Inputs) -> tuple[Array, Any, Routing | None]:
-        """Returns the stream after the layer, its memory, and expert choices."""
+        """Returns the stream or streams after the layer, its memory, and expert choices."""
         eps = self.spec.arch.norm_eps
+        if self.spec.arch.hyper is not None:
+            return self._over_streams(x_BTD, inputs)
         u = rms_norm(x_BTD, self.attention_norm_D, eps)
         if self.spec.conv_taps:
             u, *own = self.attention_conv(u)
@@ -166,6 +181,15 @@ class BlockLayer(nn.Module):
         x_BTD = x_BTD + out
         out, routing = self._feed_forward(rms_norm(x_BTD, self.ffn_norm_D, eps), inputs)
         return x_BTD + out, memory, routing
+
+    def _over_streams(self, x_BTND: Array, inputs: Inputs) -> tuple[Array, Any, Routing | None]:
+        eps = self.spec.arch.norm_eps
+        u, *back = self.attention_hyper(x_BTND)
+        out, memory = self.attention(rms_norm(u, self.attention_norm_D, eps), inputs)
+        x_BTND = merge(x_BTND, out, *back)
+        u, *back = self.ffn_hyper(x_BTND)
+        out, routing = self._feed_forward(rms_norm(u, self.ffn_norm_D, eps), inputs)
+        return merge(x_BTND, out, *back), memory, routing
 
     def _feed_forward(self, u_BTD: Array, inputs: Inputs) -> tuple[Array, Routing | None]:
         return self.ffn(u_BTD, inputs) if isinstance(self.ffn, Moe) else (self.ffn(u_BTD), None)
@@ -193,6 +217,8 @@ class BlockHead(nn.Module):
         self.feature_norm_D = declare(self, p, FEATURE_NORM, (a.model_dim,))
         self.layers = [BlockLayer(layer, view, s, p) for layer, view in zip(a.layers, s.views, strict=True)]
         self.norm_D = declare(self, p, NORMS["norm"], (a.model_dim,))
+        if a.hyper is not None:
+            self.hyper_head = HyperHead(a.hyper, a.model_dim, a.norm_eps, p)
         if s.draft_vocab:
             self.head_DW = declare(self, p, HEAD, (a.model_dim, s.draft_vocab))
         if s.markov_rank:
@@ -227,7 +253,7 @@ class BlockHead(nn.Module):
           inputs: their positions, and the memory of each layer.
 
         Returns:
-          What the vocabulary product reads, and the memory.
+          What ``normed`` makes the vocabulary product's input, and the memory.
         """
         return self.routed(embedded_BTD, inputs)[:2]
 
@@ -238,12 +264,19 @@ class BlockHead(nn.Module):
             is_mask_T = jnp.arange(x.shape[1], dtype=jnp.int32) % s.block_size > 0
             x = jnp.where(is_mask_T[:, None], self.mask_D.astype(jnp.float32), x)
         x = x * s.embedding_scale if s.embedding_scale != 1 else x
+        if s.arch.hyper is not None:
+            x = jnp.repeat(x[:, :, None], s.arch.hyper.streams, axis=2)
         written, chosen = [], []
         for layer, memory in zip(self.layers, inputs.memory, strict=True):
             x, memory, routing = layer(x, replace(inputs, memory=memory))
             written.append(memory)
             chosen.append(routing)
-        return rms_norm(x, self.norm_D, s.arch.norm_eps), tuple(written), choices(chosen)
+        last = self.hyper_head(x) if s.normed_late else rms_norm(x, self.norm_D, s.arch.norm_eps)
+        return last, tuple(written), choices(chosen)
+
+    def normed(self, last: Array) -> Array:
+        """Returns what the vocabulary product reads of what a call returned."""
+        return rms_norm(last, self.norm_D, self.spec.arch.norm_eps) if self.spec.normed_late else last
 
     def logits(self, last: Array) -> Array:
         """Its own head over what it reads, float32 [..., W]; ``BlockSpec.shaped`` is left to the caller."""

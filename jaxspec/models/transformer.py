@@ -170,8 +170,9 @@ def forward(net: Transformer, params: Params, inputs: Inputs) -> Hidden:
 
 
 def features_of(hidden: Hidden) -> Features:
-    """Returns what drafters may read of a forward."""
-    return Features(hidden.last_BTD, hidden.stream, hidden.taps, hidden.shared_outputs)
+    """Returns what drafters may read of a forward; a tap of several streams is their mean, as DeepSeek-V4 has it."""
+    taps = tuple(jnp.mean(tap, axis=2) if tap.ndim > hidden.last_BTD.ndim else tap for tap in hidden.taps)
+    return Features(hidden.last_BTD, hidden.stream, taps, hidden.shared_outputs)
 
 
 def chosen_experts(net: Transformer, hidden: Hidden, token_BT: Array) -> Array:

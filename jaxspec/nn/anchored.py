@@ -67,9 +67,19 @@ class Anchored:
 
 
 def attend_anchored(
-    q_BXHC: Array, k_BXGC: Array, v_BXGC: Array, memory: Anchored, view: BlockView, *, scale: float
+    q_BXHC: Array,
+    k_BXGC: Array,
+    v_BXGC: Array,
+    memory: Anchored,
+    view: BlockView,
+    *,
+    scale: float,
+    sinks_H: Array | None = None,
 ) -> Array:
-    """Computes attention of blocks that lie side by side, X = N * size rows, float32 [B, X, H, C]."""
+    """Computes attention of blocks that lie side by side, X = N * size rows, float32 [B, X, H, C].
+
+    ``sinks_H`` are logits that take probability and have no value, None for none.
+    """
     size, (rows, blocks) = memory.size, memory.anchor_BN.shape
 
     def apart(x_BX: Array) -> Array:
@@ -78,11 +88,13 @@ def attend_anchored(
     each = memory.anchor_BN, *(apart(x) for x in (q_BXHC, k_BXGC, v_BXGC))
     heads, keys = q_BXHC.shape[2], memory.segment_BT.shape[1] + size
     step = max(queries_at_once(rows * heads, keys) // size, 1)
-    return by_blocks(partial(_attend_some, view, scale), memory, each, step).reshape(q_BXHC.shape)
+    text = memory, jnp.full(heads, MASKED) if sinks_H is None else sinks_H.astype(jnp.float32)
+    return by_blocks(partial(_attend_some, view, scale), text, each, step).reshape(q_BXHC.shape)
 
 
-def _attend_some(view: BlockView, scale: float, memory: Anchored, each: tuple[Array, ...]) -> Array:
+def _attend_some(view: BlockView, scale: float, text: tuple[Anchored, Array], each: tuple[Array, ...]) -> Array:
     """Attention of some blocks, [B, N, S, H, C]."""
+    memory, sinks_H = text
     assert memory.text is not None, "the texts' keys are there before blocks attend"
     anchor_BN, q_BNSHC, k_BNSGC, v_BNSGC = each
     (k_BTGC, v_BTGC), exact = memory.text, lax.Precision.HIGHEST
@@ -93,14 +105,16 @@ def _attend_some(view: BlockView, scale: float, memory: Anchored, each: tuple[Ar
     low_BNS, high_BNS = view.bounds(anchor_BN[..., None], place_S, size)
     at_T = jnp.arange(k_BTGC.shape[1], dtype=jnp.int32)
     own_BN = jnp.take_along_axis(memory.segment_BT, anchor_BN, axis=1)
-    before = (at_T < anchor_BN[..., None]) & (memory.segment_BT[:, None] == own_BN[..., None])
-    seen_BNST = before[:, :, None] & (at_T >= low_BNS[..., None])
+    earlier = (at_T < anchor_BN[..., None]) & (memory.segment_BT[:, None] == own_BN[..., None])
+    seen_BNST = earlier[:, :, None] & (at_T >= low_BNS[..., None])
     inside_BNS = anchor_BN[..., None] + place_S
     seen_BNSS = (inside_BNS[:, :, None] >= low_BNS[..., None]) & (inside_BNS[:, :, None] <= high_BNS[..., None])
-    text = jnp.einsum("bnsgrc,btgc->bgrnst", q, k_BTGC, precision=exact)
+    before = jnp.einsum("bnsgrc,btgc->bgrnst", q, k_BTGC, precision=exact)
     block = jnp.einsum("bnsgrc,bnzgc->bgrnsz", q, k_BNSGC, precision=exact)
     seen = jnp.concatenate([seen_BNST, seen_BNSS], axis=-1)[:, None, None]
-    prob = jax.nn.softmax(jnp.where(seen, jnp.concatenate([text, block], axis=-1), MASKED), axis=-1)
+    score = jnp.where(seen, jnp.concatenate([before, block], axis=-1), MASKED)
+    sink = jnp.broadcast_to(sinks_H.reshape(kv, -1, 1, 1, 1), (*score.shape[:-1], 1))
+    prob = jax.nn.softmax(jnp.concatenate([score, sink], axis=-1), axis=-1)[..., :-1]
     count = k_BTGC.shape[1]
     out = jnp.einsum("bgrnst,btgc->bnsgrc", prob[..., :count], v_BTGC, precision=exact)
     out += jnp.einsum("bgrnsz,bnzgc->bnsgrc", prob[..., count:], v_BNSGC, precision=exact)

@@ -11,6 +11,7 @@ from jaxspec.nn.anchored import Anchored, BlockView, attend_anchored
 from jaxspec.nn.attend import Source, attend, blocks_in_reach
 from jaxspec.nn.attention import NORMS, OUT, OUT_BIAS, AttentionSpec
 from jaxspec.nn.cached_attention import attend_cached
+from jaxspec.nn.compressed_attention import CompressedSpec
 from jaxspec.nn.dense import dense
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.norm import rms_norm
@@ -26,8 +27,10 @@ KEY_VALUE = Param("key_value_DGXC", ("embed", "kv_heads", "group", "head_dim"))
 KEY_VALUE_BIAS = Param("key_value_bias_GXC", ("kv_heads", "group", "head_dim"), "bias")
 
 
-def streams_of(spec: AttentionSpec) -> dict[str, StreamSpec]:
+def streams_of(spec: AttentionSpec | CompressedSpec) -> dict[str, StreamSpec]:
     """Returns what a layer caches: positions before the anchor, with a window as many as it sees."""
+    if isinstance(spec, CompressedSpec):
+        return {"kv": StreamSpec(1, spec.head_dim, spec.window)}
     one = StreamSpec(spec.kv_heads, spec.head_dim, spec.window)
     return {"k": one, "v": one}
 
@@ -104,21 +107,49 @@ class BlockAttention(nn.Module):
     def _attend(self, q_BTHC: Array, memory: Any, inputs: Inputs) -> Array:
         """Attention to the cache, in which the block stands from its anchor's position on."""
         s, view, p = self.spec, self.view, self.policy
-        inputs = replace(inputs, memory=memory)
-        window, stream = inputs.cache_window, streams_of(s)["k"]
-        assert window is not None, "blocks are drafted from a cache"
-        (rows, size), start_B1 = inputs.position_BT.shape, window.start_B[:, None]
-        low_BT, high_BT = view.bounds(start_B1, jnp.arange(size, dtype=jnp.int32)[None], size)
-        pages, scale = (memory["k"], memory["v"]), s.head_dim**-0.5
-        if view.window is None or (view.causal and not view.from_anchor):
-            high_BT = jnp.broadcast_to(high_BT, (rows, size))
-            seen = replace(inputs, position_BT=high_BT, rotations=(), angles=())
-            return attend_cached(q_BTHC, pages, seen, stream, p, scale=scale, span=view.window)
+        inputs, stream, scale = replace(inputs, memory=memory), streams_of(s)["k"], s.head_dim**-0.5
+        pages = memory["k"], memory["v"]
+        if view.window is not None and not (view.causal and not view.from_anchor):
+            return attend_around(q_BTHC, pages, inputs, view, stream, scale=scale, dtype=p.compute.dtype)
+        _, high_BT = _bounds(inputs, view)
+        high_BT = jnp.broadcast_to(high_BT, inputs.position_BT.shape)
+        seen = replace(inputs, position_BT=high_BT, rotations=(), angles=())
+        return attend_cached(q_BTHC, pages, seen, stream, p, scale=scale, span=view.window)
 
-        def load(index: Array) -> tuple[Array, Array, Array]:
-            k, v = (read_block(x, stream, window, index, rows) for x in pages)
-            at_Z = index * window.block + jnp.arange(window.block, dtype=jnp.int32)
-            return k, v, (at_Z >= low_BT[..., None]) & (at_Z <= high_BT[..., None])
 
-        source = Source(*blocks_in_reach(window, size, view.window + 1), load)
-        return attend(q_BTHC, [source], kv_heads=s.kv_heads, value_width=s.head_dim, scale=scale, dtype=p.compute.dtype)
+def _bounds(inputs: Inputs, view: BlockView) -> tuple[Array, Array]:
+    window, size = inputs.cache_window, inputs.position_BT.shape[1]
+    assert window is not None, "blocks are drafted from a cache"
+    return view.bounds(window.start_B[:, None], jnp.arange(size, dtype=jnp.int32)[None], size)
+
+
+def attend_around(
+    q_BTHC: Array, pages: tuple[Array, Array], inputs: Inputs, view: BlockView, stream: StreamSpec, *, scale: float,
+    dtype: jnp.dtype, sinks_H: Array | None = None,
+) -> Array:  # fmt: skip
+    """Computes attention of a block to a window of a cache and to itself, float32 [B, T, H, C].
+
+    Args:
+      q_BTHC: queries of the block.
+      pages: of keys and of values, with the block written.
+      inputs: with the cache.
+      view: what its rows see, with a window.
+      stream: of keys and values.
+      scale: of the scores.
+      dtype: of the products.
+      sinks_H: logits that take probability and have no value.
+    """
+    window, (rows, size) = inputs.cache_window, inputs.position_BT.shape
+    low_BT, high_BT = _bounds(inputs, view)
+    assert window is not None, "asked for the bounds already"
+    assert view.window is not None, "asked of layers with a window"
+
+    def load(index: Array) -> tuple[Array, Array, Array]:
+        k, v = (read_block(x, stream, window, index, rows) for x in pages)
+        at_Z = index * window.block + jnp.arange(window.block, dtype=jnp.int32)
+        return k, v, (at_Z >= low_BT[..., None]) & (at_Z <= high_BT[..., None])
+
+    source = Source(*blocks_in_reach(window, size, view.window + 1), load)
+    return attend(
+        q_BTHC, [source], kv_heads=stream.heads, value_width=stream.width, scale=scale, dtype=dtype, sinks_H=sinks_H
+    )

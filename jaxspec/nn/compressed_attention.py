@@ -1,6 +1,7 @@
 """DeepSeek-V4's attention: one shared key that is also the value, over a window and over compressed entries."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -83,11 +84,10 @@ class CompressedAttention(nn.Module):
     def __call__(self, x_BTD: Array, inputs: Inputs) -> Mixed:
         """Projects, pools, selects where there is an indexer, and attends."""
         s, p, window = self.spec, self.policy, inputs.window
-        low_BTR, q_BTHC = self._queries(x_BTD, inputs.position_BT)
-        kv_DC = declare(self, p, KV, (self.model_dim, s.head_dim))
-        norm_C = declare(self, p, KV_NORM, (s.head_dim,))
-        kv_BT1C = rms_norm(dense(x_BTD, kv_DC, dtype=p.compute.dtype), norm_C, self.norm_eps)[:, :, None]
-        kv_BT1C = rotate(kv_BT1C, inputs.position_BT, s.rope)
+        own = declare_queries(self, s, self.model_dim, p)
+        low_BTR, q_BTHC = queries_of(x_BTD, inputs.position_BT, own, self.norm_eps, s, p)
+        kv = declare_keys(self, s, self.model_dim, p)
+        kv_BT1C = keys_of(x_BTD, inputs.position_BT, kv, self.norm_eps, s, p)
         sinks_H = declare(self, p, SINKS, (s.heads,))
         x_BTD, low_BTR, q_BTHC, kv_BT1C = (unpack(x, window) for x in (x_BTD, low_BTR, q_BTHC, kv_BT1C))
         inputs, entry_BNC, kept_BTN = inputs.unpack(), None, None
@@ -109,27 +109,60 @@ class CompressedAttention(nn.Module):
             inputs = replace(inputs, selection=kept_BTN).of_outputs()
             out = _over_cache(take_outputs(q_BTHC, window), inputs, sinks_H, s, p.compute.dtype)
         out, position_BT = pack(out, window), pack(inputs.position_BT, window)
-        return Mixed(self._project(rotate(out, position_BT, s.rope, back=True)), inputs.memory)
+        weights = declare_outputs(self, s, self.model_dim, p)
+        return Mixed(project_groups(rotate(out, position_BT, s.rope, back=True), weights, s, p), inputs.memory)
 
-    def _queries(self, x_BTD: Array, position_BT: Array) -> tuple[Array, Array]:
-        """The normalized vector that queries are products of, and the normalized and rotated queries."""
-        s, p = self.spec, self.policy
-        low_BTR = dense(x_BTD, declare(self, p, Q_A, (self.model_dim, s.query_rank)), dtype=p.compute.dtype)
-        low_BTR = rms_norm(low_BTR, declare(self, p, Q_NORM, (s.query_rank,)), self.norm_eps)
-        q_BTHC = dense(low_BTR, declare(self, p, Q_B, (s.query_rank, s.heads, s.head_dim)), dtype=p.compute.dtype)
-        return low_BTR, rotate(rms_norm(q_BTHC, None, self.norm_eps), position_BT, s.rope)
 
-    def _project(self, out_BTHC: Array) -> Array:
-        """Each group of heads by itself, then all groups together."""
-        s, p = self.spec, self.policy
-        rows, count = out_BTHC.shape[:2]
-        wide = s.heads // s.groups * s.head_dim
-        out_a_XC = widen(declare(self, p, OUT_A, (s.groups * s.group_rank, wide)), p.compute.dtype)
-        out_b_XD = declare(self, p, OUT_B, (s.groups * s.group_rank, self.model_dim))
-        x_BTGC = out_BTHC.reshape(rows, count, s.groups, wide)
-        w_GRC = out_a_XC.reshape(s.groups, s.group_rank, wide)
-        low_BTGR = per_head_dense(x_BTGC, w_GRC, contract=2, dtype=p.compute.dtype, apart=p.compute.splits_rows)
-        return dense(low_BTGR.reshape(rows, count, -1), out_b_XD, dtype=p.compute.dtype)
+def declare_queries(module: nn.Module, spec: CompressedSpec, model_dim: int, policy: Policy) -> tuple[Any, Array, Any]:
+    """Declares the parameters of queries."""
+    rank = spec.query_rank
+    return (
+        declare(module, policy, Q_A, (model_dim, rank)),
+        declare(module, policy, Q_NORM, (rank,)),
+        declare(module, policy, Q_B, (rank, spec.heads, spec.head_dim)),
+    )
+
+
+def queries_of(
+    x_BTD: Array, position_BT: Array, weights: tuple[Any, Array, Any], norm_eps: float, spec: CompressedSpec,
+    policy: Policy,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Returns the normalized vector that queries are products of, and the normalized and rotated queries."""
+    q_a_DR, norm_R, q_b_RHC = weights
+    low_BTR = rms_norm(dense(x_BTD, q_a_DR, dtype=policy.compute.dtype), norm_R, norm_eps)
+    q_BTHC = dense(low_BTR, q_b_RHC, dtype=policy.compute.dtype)
+    return low_BTR, rotate(rms_norm(q_BTHC, None, norm_eps), position_BT, spec.rope)
+
+
+def keys_of(
+    x_BTD: Array, position_BT: Array, weights: tuple[Any, Array], norm_eps: float, spec: CompressedSpec, policy: Policy
+) -> Array:
+    """Returns the one key that is also the value, normalized and rotated, [B, T, 1, C]."""
+    kv_DC, norm_C = weights
+    kv_BT1C = rms_norm(dense(x_BTD, kv_DC, dtype=policy.compute.dtype), norm_C, norm_eps)[:, :, None]
+    return rotate(kv_BT1C, position_BT, spec.rope)
+
+
+def declare_keys(module: nn.Module, spec: CompressedSpec, model_dim: int, policy: Policy) -> tuple[Any, Array]:
+    """Declares the parameters of keys."""
+    return declare(module, policy, KV, (model_dim, spec.head_dim)), declare(module, policy, KV_NORM, (spec.head_dim,))
+
+
+def declare_outputs(module: nn.Module, spec: CompressedSpec, model_dim: int, policy: Policy) -> tuple[Any, Any]:
+    """Declares the parameters of outputs."""
+    ranks = spec.groups * spec.group_rank
+    wide = spec.heads // spec.groups * spec.head_dim
+    return declare(module, policy, OUT_A, (ranks, wide)), declare(module, policy, OUT_B, (ranks, model_dim))
+
+
+def project_groups(out_BTHC: Array, weights: tuple[Any, Any], spec: CompressedSpec, policy: Policy) -> Array:
+    """Projects each group of heads by itself, then all groups together."""
+    s, compute, (rows, count) = spec, policy.compute, out_BTHC.shape[:2]
+    out_a_XC, out_b_XD = weights
+    x_BTGC = out_BTHC.reshape(rows, count, s.groups, -1)
+    w_GRC = widen(out_a_XC, compute.dtype).reshape(s.groups, s.group_rank, -1)
+    low_BTGR = per_head_dense(x_BTGC, w_GRC, contract=2, dtype=compute.dtype, apart=compute.splits_rows)
+    return dense(low_BTGR.reshape(rows, count, -1), out_b_XD, dtype=compute.dtype)
 
 
 def _among_themselves(

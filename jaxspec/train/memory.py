@@ -234,7 +234,7 @@ def draft_head_bytes(work: UpdateWork, spec: HeadSpec, rows: int, *, remat: bool
     wide = min(4 * dim * spec.draft_vocab, work.head_bytes)
     layers = work.head_bytes - wide  # bytes of the parameters that the rounds read, and of their gradients
     slots = o.rounds if spec.mask_token is None else 1 + sum(o.counts(work.length)) / work.length
-    widths = [_widths(layer) for layer in spec.arch.layers]
+    widths = [_widths(layer, dim) for layer in spec.arch.layers]
     all_kept = sum(14 * hidden + 6 * queries + 8 * keys + 18 * dim for hidden, queries, keys in widths)
     # Recomputed rounds keep their input, the gradient of their output, and keys and values.
     each = 8 * dim + sum(8 * keys for *_, keys in widths) if remat else all_kept
@@ -255,22 +255,30 @@ def draft_head_bytes(work: UpdateWork, spec: HeadSpec, rows: int, *, remat: bool
     )
 
 
-def _widths(layer: LayerSpec) -> tuple[int, int, int]:
-    """Returns the hidden units of a head's layer, and the widths of its queries and keys; experts copy their rows."""
-    mixer, ffn = layer.attention, layer.ffn
+def _hidden(layer: LayerSpec, dim: int) -> int:
+    """Hidden units that a position goes through; what an expert reads and returns counts as half as many as its D."""
+    ffn = layer.ffn
+    if isinstance(ffn, MoeSpec):
+        return ffn.top_k * (ffn.hidden + dim // 2) + ffn.shared_hidden
+    return ffn.hidden if ffn else 0
+
+
+def _widths(layer: LayerSpec, dim: int) -> tuple[int, int, int]:
+    """Returns the hidden units of a head's layer, and the widths of its queries and keys."""
+    mixer = layer.attention
     assert isinstance(mixer, AttentionSpec), "heads have ordinary attention"
-    hidden = ffn.top_k * ffn.hidden + ffn.shared_hidden if isinstance(ffn, MoeSpec) else ffn.hidden if ffn else 0
+    hidden = _hidden(layer, dim)
     return hidden, mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
 
 
 def _kept_floats(layer: LayerSpec, dim: int, length: int, rounds: int) -> int:
     """Numbers per slot that the gradient of one layer of one round reads."""
-    mixer, ffn = layer.attention, layer.ffn
+    mixer = layer.attention
     inner = (mixer.heads + mixer.kv_heads) * mixer.head_dim * 2 if isinstance(mixer, AttentionSpec) else 6 * dim
     heads = mixer.heads if isinstance(mixer, AttentionSpec) else 16
     scores = 0 if length > BLOCK else 5 * heads * length
-    hidden = 2 * ffn.top_k * ffn.hidden if isinstance(ffn, MoeSpec) else ffn.hidden if ffn else 0
-    return 8 * dim + inner + scores + 4 * hidden + rounds * heads
+    routed = isinstance(layer.ffn, MoeSpec)  # in blocks that are not full
+    return 8 * dim + inner + scores + (8 if routed else 4) * _hidden(layer, dim) + rounds * heads
 
 
 def _cached_floats(layer: LayerSpec) -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from jaxspec.checkpoint.heads.deepseek_stages import is_staged, staged_spec
 from jaxspec.checkpoint.heads.layers import layers_of
 from jaxspec.checkpoint.heads.tensors import MASK_EMBEDDING, HeadFiles
 from jaxspec.errors import ConfigError
@@ -191,6 +192,8 @@ def block_spec(config: Config, files: HeadFiles, target: ArchSpec) -> BlockSpec:
     Raises:
       ConfigError: keys are missing or contradict each other or the tensors.
     """
+    if is_staged(files):
+        return staged_spec(config, {name: tensor.shape for name, tensor in files.tensors.items()})
     c = BlockConfig(config, files)
     if "domino" in c.titles.lower():
         raise ConfigError("head: Domino's correction of drafts is not supported; DFlash, DFlash2 and DSpark are")

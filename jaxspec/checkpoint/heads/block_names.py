@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from jaxspec.checkpoint.heads.layer_names import layer_rules
+from jaxspec.checkpoint.heads.deepseek_stages import stage_rules
+from jaxspec.checkpoint.heads.layer_names import FEED_FORWARD, layer_rules
 from jaxspec.checkpoint.heads.tensors import MASK_EMBEDDING
 from jaxspec.checkpoint.names.table import NORMS, NameRule, attention_rules
 from jaxspec.models.block_head import BlockSpec
@@ -42,12 +43,16 @@ LAYER = (
     NameRule(f"{A}key_value_DGXC", (f"{HUB}k_proj.weight", f"{HUB}v_proj.weight"), "key_value"),
     NameRule(f"{A}key_value_bias_GXC", (f"{HUB}k_proj.bias", f"{HUB}v_proj.bias"), "key_value"),
     *(rule for rule in attention_rules() if "qkv" not in rule.leaf),
+    *FEED_FORWARD,
     *CONVOLUTIONS,
 )
 
 
 def block_rules(spec: BlockSpec) -> Iterator[NameRule]:
     """Yields every rule with its numbers filled in; rules whose parameter the head lacks do not apply."""
+    if spec.arch.hyper is not None:
+        yield from stage_rules(spec.arch)
+        return
     yield from TOP
     for y, layer in enumerate(spec.arch.layers):
-        yield from layer_rules(LAYER, f"layers_{y}/", y, layer)
+        yield from layer_rules(LAYER, f"layers_{y}/", f"layers.{y}.", layer)

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from jaxspec.checkpoint.heads.block_config import METHODS, TITLES, block_faults, block_spec, is_block
+from jaxspec.checkpoint.heads.deepseek_stages import is_staged
 from jaxspec.checkpoint.heads.layers import layers_of
 from jaxspec.checkpoint.heads.tensors import HeadFiles
 from jaxspec.errors import ConfigError
@@ -47,7 +48,7 @@ def head_format(config: Config, names: tuple[str, ...]) -> HeadFormat:
         raise ConfigError(f"head: speculators_model_type {method!r} is not supported; known are {KNOWN}")
     if method is not None:
         return "speculators"
-    if is_block(config, titles):
+    if is_block(config, titles) or is_staged(names):
         return "block"
     if "medusa_num_heads" in config or any(MEDUSA_NAME.match(name) for name in names):
         return "medusa"

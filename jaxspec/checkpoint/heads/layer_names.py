@@ -9,19 +9,21 @@ from jaxspec.models.arch import LayerSpec
 FEED_FORWARD = tuple(rule for rule in QWEN.layer if rule.leaf.startswith("ffn/"))
 
 
-def layer_rules(rules: Iterable[NameRule], path: str, number: int, layer: LayerSpec) -> Iterator[NameRule]:
+def layer_rules(
+    rules: Iterable[NameRule], path: str, prefix: str, layer: LayerSpec, expert: tuple[NameRule, ...] = QWEN.expert
+) -> Iterator[NameRule]:
     """Yields every rule of a layer with its numbers filled in.
 
     Args:
-      rules: of what is not its feed-forward.
+      rules: of a layer.
       path: of its parameters.
-      number: in its tensors' names.
+      prefix: of its tensors' names.
       layer: how many experts it has.
+      expert: rules of one of them.
     """
-    prefix = f"layers.{number}."
-    for rule in (*rules, *FEED_FORWARD):
+    for rule in rules:
         yield NameRule(path + rule.leaf, tuple(prefix + name for name in rule.hub), rule.pack)
     for e in map(str, range(getattr(layer.ffn, "experts", 0))):
-        for rule in QWEN.expert:
+        for rule in expert:
             hub = tuple(prefix + name.replace("{e}", e) for name in rule.hub)
             yield NameRule(path + rule.leaf.replace("{e}", e), hub, rule.pack)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from jaxspec.checkpoint.heads.block_names import block_rules
-from jaxspec.checkpoint.heads.layer_names import layer_rules
+from jaxspec.checkpoint.heads.layer_names import FEED_FORWARD, layer_rules
 from jaxspec.checkpoint.names.table import NORMS, NameRule, attention_rules
 from jaxspec.checkpoint.names.tables.deepseek import LATENT
 from jaxspec.models.block_head import BlockSpec
@@ -39,8 +39,8 @@ def head_rules(spec: HeadSpec | BlockSpec | MedusaSpec) -> Iterator[NameRule]:
     yield from TOP
     yield NameRule("part_norm_XD", tuple(f"fc_norm.{n}.weight" for n in range(spec.parts)), "each")
     for y, layer in enumerate(spec.arch.layers):
-        path, rules = (f"layers_{y - 1}/", (*NORMS, *MIXER)) if y else ("first/", MIXER)
-        yield from layer_rules(rules, path, y, layer)
+        path, norms = (f"layers_{y - 1}/", NORMS) if y else ("first/", ())
+        yield from layer_rules((*norms, *MIXER, *FEED_FORWARD), path, f"layers.{y}.", layer)
 
 
 def _medusa_rules(spec: MedusaSpec) -> Iterator[NameRule]:

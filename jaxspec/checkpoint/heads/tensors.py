@@ -12,6 +12,7 @@ from jaxspec.checkpoint.files.model_files import file_in
 from jaxspec.checkpoint.files.pickled import pickled_tensors
 from jaxspec.checkpoint.files.shards import tensors_of
 from jaxspec.checkpoint.files.stream import TensorFiles
+from jaxspec.checkpoint.heads.deepseek_stages import STAGES, is_staged
 from jaxspec.checkpoint.names.table import ROTATION
 from jaxspec.errors import CheckpointError
 
@@ -47,6 +48,8 @@ class HeadFiles(TensorFiles):
 
     def __init__(self, directory: Path):
         tensors = _tensors_in(directory)
+        if is_staged(tensors):  # in the target's own files
+            tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(STAGES)}
         self.given = tuple(sorted(tensors))
         named: dict[str, str] = {}
         for given in self.given:

@@ -10,6 +10,7 @@ import numpy as np
 from jaxspec.checkpoint.files.stream import TensorFiles
 from jaxspec.checkpoint.heads.block_config import METHODS
 from jaxspec.checkpoint.heads.block_traps import BlockOfTarget, look_at_block
+from jaxspec.checkpoint.heads.deepseek_stages import is_staged
 from jaxspec.checkpoint.heads.directory import plan_head, vocabulary
 from jaxspec.checkpoint.heads.findings import (
     EXPORT,
@@ -96,6 +97,8 @@ def check_head(directory: Path, target: Path) -> tuple[tuple[Finding, ...], str]
     """
     config, files, arch = read_config(directory), HeadFiles(directory), arch_of(read_config(target))
     kind = head_format(config, tuple(files))
+    if is_staged(files):  # engines take them from the target's own files, and nothing can be said in two ways
+        return (), _refusal(directory, arch)
     try:
         spec, fault = spec_of(config, files, arch), ""
     except ConfigError as wrong:

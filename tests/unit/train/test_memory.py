@@ -84,10 +84,11 @@ def allotted(work: UpdateWork, rows: int, parts: int = 1) -> int:
     return found.temp_size_in_bytes + found.argument_size_in_bytes
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
-def test_the_estimate_is_not_below_what_xla_allots(kind: Any):
+@pytest.mark.parametrize(("kind", "experts"), [("eagle3", 0), ("dspark", 0), ("eagle3", 32), ("dspark", 16)])
+def test_the_estimate_is_not_below_what_xla_allots(kind: Any, experts: int):
     block = BlockSettings(size=6, markov_rank=8, confidence="markov") if kind == "dspark" else BlockSettings()
-    small = HeadSettings(kind=kind, draft_vocab_size=128, block=block)
+    chosen = experts // 4 or None
+    small = HeadSettings(kind=kind, draft_vocab_size=128, block=block, num_experts=experts, num_experts_per_tok=chosen)
     work = work_of(TINY, small, length=128, rounds=2)
     found = plan_memory(work, TrainSettings(steps=1, rows=4, micro_rows=4), None).total
     real = allotted(work, 4)
