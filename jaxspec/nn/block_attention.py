@@ -112,15 +112,16 @@ class BlockAttention(nn.Module):
         if view.window is not None and not (view.causal and not view.from_anchor):
             return attend_around(q_BTHC, pages, inputs, view, stream, scale=scale, dtype=p.compute.dtype)
         _, high_BT = _bounds(inputs, view)
-        high_BT = jnp.broadcast_to(high_BT, inputs.position_BT.shape)
         seen = replace(inputs, position_BT=high_BT, rotations=(), angles=())
         return attend_cached(q_BTHC, pages, seen, stream, p, scale=scale, span=view.window)
 
 
 def _bounds(inputs: Inputs, view: BlockView) -> tuple[Array, Array]:
-    window, size = inputs.cache_window, inputs.position_BT.shape[1]
+    """Returns the first and the last position that each row sees, [B, T]."""
+    window, shape = inputs.cache_window, inputs.position_BT.shape
     assert window is not None, "blocks are drafted from a cache"
-    return view.bounds(window.start_B[:, None], jnp.arange(size, dtype=jnp.int32)[None], size)
+    low, high = view.bounds(window.start_B[:, None], jnp.arange(shape[1], dtype=jnp.int32)[None], shape[1])
+    return jnp.broadcast_to(low, shape), jnp.broadcast_to(high, shape)
 
 
 def attend_around(

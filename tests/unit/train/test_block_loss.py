@@ -64,6 +64,7 @@ SPECS = {
     "windows": spec(layers(6, None), causal=(True, False), draft_vocab=VOCAB),
     "both-ways": spec(layers(6, 7)),
     "to-the-anchor": spec(layers(5, None), causal=(True, False), window_from_anchor=True, embedding_scale=2.0),
+    "shared-keys-to-the-anchor": spec(layers(5), window_from_anchor=True),
     "dspark": spec(layers(None), **DSPARK),
     "routed": spec(routed(layers(None, 6))),
     "dflash2-routed": spec(routed(layers(None)), conv_taps=2, conv_group=4, selector_rank=4, selector_top_k=VOCAB),
@@ -96,7 +97,7 @@ def trained_logits(net: BlockHead, params: Params, objective: HeadObjective, bat
     return jax.nn.log_softmax(logits)
 
 
-QUICK = ("windows", "dspark-rnn", "dflash2", "routed")
+QUICK = ("windows", "dspark-rnn", "dflash2", "routed", "shared-keys-to-the-anchor")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in SPECS])
