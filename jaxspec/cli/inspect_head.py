@@ -23,19 +23,28 @@ def inspect_head(path: Path, target: Path | None, *, as_json: bool, color: bool)
         raise ConfigError(f"{path}: it is a draft head; name the model that it drafts for with --target DIR")
     from jaxspec.checkpoint.heads.traps import check_head
     from jaxspec.checkpoint.heads.verifier import provenance
+    from jaxspec.checkpoint.load.model import read_config
+    from jaxspec.inspect.head_cost import experts_in_words
 
     traps, refusal = check_head(path, target)
-    trained = provenance(path)
+    trained, experts = provenance(path), "" if refusal else experts_in_words(path, read_config(target))
     wrong = bool(refusal) or any(finding.verdict == "error" for finding in traps)
     if as_json:
         report = {"path": str(path), "target": str(target), "refused": refusal, "traps": [asdict(f) for f in traps]}
-        sys.stdout.write(json.dumps(report | ({"training": trained} if trained else {}), indent=2) + "\n")
+        sys.stdout.write(
+            json.dumps(
+                report | ({"experts": experts} if experts else {}) | ({"training": trained} if trained else {}),
+                indent=2,
+            )
+            + "\n"
+        )
         return int(wrong)
 
     screen = Screen(color=color)
     screen.line(f"draft head {path} for {target}", "bold")
-    if trained:
-        screen.line(_training(trained))
+    for words in (_training(trained) if trained else "", experts):
+        if words:
+            screen.line(words)
     for finding in traps:
         screen.line(f"{finding.trap:>3} {finding.verdict:<7} {finding.title}: {finding.found}", STYLES[finding.verdict])
         if finding.verdict != "ok":

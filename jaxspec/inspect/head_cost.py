@@ -1,4 +1,4 @@
-"""The cost of a draft head from the headers of its files."""
+"""The cost of a draft head, and its experts, from the headers of its files."""
 
 import math
 from collections.abc import Mapping
@@ -11,6 +11,8 @@ import numpy as np
 from jaxspec.checkpoint.heads.directory import plan_head
 from jaxspec.errors import ConfigError
 from jaxspec.inspect.model_cost import Size, bytes_by_part, cache_costs, layer_cost
+from jaxspec.inspect.model_sizes import idle_parameters, parameters
+from jaxspec.models.arch import chosen_of, experts_of
 from jaxspec.models.block_head import BlockHead
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead
@@ -56,6 +58,18 @@ def head_cost(directory: Path, config: Mapping[str, Any], target: ModelCost, dty
         heads=target.heads, chain_only=target.chain_only,
     )  # fmt: skip
     return DraftCost("eagle", model, net.spec.block_size if isinstance(net, BlockHead) else 0)
+
+
+def experts_in_words(directory: Path, config: Mapping[str, Any]) -> str:
+    """Returns what experts a head for a target's config has and what a token goes through, empty where it has none."""
+    plan = plan_head(directory, arch_of(config), make_policy("bfloat16"))
+    arch = getattr(getattr(plan.net, "spec", None), "arch", None)
+    if arch is None or not arch.expert_layers:
+        return ""
+    every, idle = sum(parameters(plan.leaves).values()), idle_parameters(arch.layers, arch.model_dim)
+    layers = f"{len(arch.expert_layers)} of {len(arch.layers)} layers"
+    words = f"{experts_of(arch)} experts in {layers}, {chosen_of(arch)} for a token"
+    return f"{words}: {every - idle:,} of {every:,} parameters"
 
 
 def _layer_path(net: DraftHead | BlockHead, y: int) -> str:

@@ -1,6 +1,7 @@
 """The ten traps between engines, each seen at least once, in files that other tools could have written."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tests.unit.checkpoint.head_cases import (
     EAGLE3_CONFIG,
     FIRST,
     LAYERS,
+    ROUTED,
     VOCABULARY,
     D,
     V,
@@ -62,6 +64,18 @@ def test_what_jaxspec_writes_is_free_of_traps(tmp_path: Path, target: Path, form
     found, refusal = findings(tmp_path / "head", target)
     assert refusal == ""
     assert {finding.verdict for finding in found.values()} == {"ok"}
+
+
+def test_experts_are_counted(tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]):
+    save_head(head(spec(ROUTED | {"num_hidden_layers": 2})), tmp_path / "head")
+    assert main(["inspect", str(tmp_path / "head"), "--target", str(target)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    counts = re.search(r"4 experts in 2 of 2 layers, 2 for a token: ([\d,]+) of ([\d,]+) parameters", said)
+    assert counts, said
+    active, every = (int(count.replace(",", "")) for count in counts.groups())
+    assert every - active == 2 * 2 * 3 * D * 12
+    assert main(["inspect", str(tmp_path / "head"), "--target", str(target), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["experts"].startswith("4 experts in 2 of 2 layers")
 
 
 def test_t1_ids_that_contradict_each_other_or_leave_the_target(tmp_path: Path, target: Path):
