@@ -30,6 +30,7 @@ from jaxspec.protocol import NO_CAPTURE, CaptureSpec, Features
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array, Params
 
+MIXERS: dict[type, Any] = {AttentionSpec: BlockAttention, CompressedSpec: BlockOneKey}
 MASK = Param("mask_D", ("embed",), "weight")
 
 
@@ -144,11 +145,10 @@ class BlockLayer(nn.Module):
     def setup(self) -> None:
         """Declares the parameters."""
         s, p, a = self.spec, self.policy, self.spec.arch
-        assert isinstance(self.layer.attention, AttentionSpec | CompressedSpec), "checked where the spec is made"
         ffn = self.layer.ffn
         assert ffn is not None, "layers of heads have both parts"
         self.attention_norm_D = declare(self, p, NORMS["attention_norm"], (a.model_dim,))
-        mixer = BlockOneKey if isinstance(self.layer.attention, CompressedSpec) else BlockAttention
+        mixer = MIXERS[type(self.layer.attention)]
         self.attention = mixer(self.layer.attention, self.view, a.model_dim, a.norm_eps, p)
         self.ffn_norm_D = declare(self, p, NORMS["ffn_norm"], (a.model_dim,))
         self.ffn = Moe(ffn, a.model_dim, p) if isinstance(ffn, MoeSpec) else DenseFfn(ffn, a.model_dim, p)

@@ -13,9 +13,9 @@ from jaxspec.nn.anchored import Anchored
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.router import Routing
 from jaxspec.shapes import Array, Params
-from jaxspec.train.balance import RoutedSlots, balance_loss
 from jaxspec.train.batch import Batch, TeacherOutput
 from jaxspec.train.block_vocab import DraftInputs
+from jaxspec.train.expert_balance import RoutedSlots, balance_loss
 from jaxspec.train.objective import HeadObjective
 from jaxspec.train.vocab_loss import VocabTask, default_positions, vocab_loss
 

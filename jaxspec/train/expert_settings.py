@@ -1,15 +1,11 @@
-"""Settings of the experts of a head's own layers: what they must be, and the layer that they make."""
+"""Settings of the experts of a head's own layers, and what they must be."""
 
 from typing import Any
 
-from jaxspec.checkpoint.heads.layers import routed_ffn
 from jaxspec.errors import ConfigError
-from jaxspec.nn.ffn import FfnSpec
-from jaxspec.nn.moe import MoeSpec
 
 EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
 WITHOUT = ("medusa", "draft_model")
-TOP_K = 2
 
 
 def check_experts(head: Any) -> None:
@@ -43,17 +39,3 @@ def check_experts(head: Any) -> None:
             f"head: num_experts_per_tok = {head.num_experts_per_tok} is more than num_experts = {head.num_experts}; "
             "lower it"
         )
-
-
-def feed_forward(head: Any, active: int) -> FfnSpec | MoeSpec:
-    """Returns the feed-forward of a head's layers.
-
-    Args:
-      head: its settings.
-      active: hidden units that a token goes through where the settings do not say it, in all of its experts together.
-    """
-    if not head.num_experts:
-        return FfnSpec(head.intermediate_size or active)
-    top_k = head.num_experts_per_tok or min(TOP_K, head.num_experts)
-    hidden = head.moe_intermediate_size or max((active - head.shared_expert_intermediate_size) // top_k, 1)
-    return routed_ffn(head.num_experts, top_k, hidden, head.shared_expert_intermediate_size)

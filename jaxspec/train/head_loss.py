@@ -14,10 +14,10 @@ from jaxspec.models.medusa import Medusa
 from jaxspec.models.transformer import Transformer, forward
 from jaxspec.nn.inputs import Inputs
 from jaxspec.shapes import Array, Params
-from jaxspec.train.balance import RoutedSlots, balance_loss
 from jaxspec.train.batch import Batch, TeacherOutput, shift_left
 from jaxspec.train.block_loss import block_loss
 from jaxspec.train.draft_losses import recall, routing_loss, smooth_l1
+from jaxspec.train.expert_balance import RoutedSlots, balance_loss
 from jaxspec.train.objective import HeadObjective
 from jaxspec.train.unroll import Round, unroll, unroll_masked, weights
 from jaxspec.train.vocab_loss import VocabTask, default_positions, vocab_loss

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.checkpoint.heads.layers import arch_of_head, rope_for_head
+from jaxspec.checkpoint.heads.layers import arch_of_head, rope_for_head, routed_ffn
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.draft_head import DraftHead, HeadSpec
@@ -15,16 +15,16 @@ from jaxspec.models.medusa import Medusa, MedusaSpec
 from jaxspec.models.transformer import Transformer
 from jaxspec.native.packing import Packed, unpack
 from jaxspec.nn.attention import AttentionSpec
+from jaxspec.nn.ffn import FfnSpec
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.nn.policy import Policy
 from jaxspec.protocol import CaptureSpec
 from jaxspec.shapes import Params
 from jaxspec.train.block_nets import KINDS, block_net
-from jaxspec.train.expert_settings import feed_forward
 from jaxspec.train.objective import Net
 from jaxspec.train.settings import HeadSettings
 
-HEAD_DIM = 128
+HEAD_DIM, TOP_K = 128, 2
 
 
 def net_of(settings: HeadSettings, arch: ArchSpec, config: Mapping[str, Any], policy: Policy) -> Net:
@@ -99,8 +99,17 @@ def _layers(settings: HeadSettings, arch: ArchSpec, config: Mapping[str, Any]) -
     rope, qk_norm = rope_for_head(config, head_dim, settings.rope_theta), "head" if settings.qk_norm else "none"
     return arch_of_head(
         arch, AttentionSpec(heads, kv_heads, head_dim, rope, qk_norm=qk_norm),
-        layers=settings.layers, model_dim=dim, ffn=feed_forward(settings, active),
+        layers=settings.layers, model_dim=dim, ffn=_feed_forward(settings, active),
     )  # fmt: skip
+
+
+def _feed_forward(head: HeadSettings, active: int) -> FfnSpec | MoeSpec:
+    """The feed-forward of a head's layers; a token goes through ``active`` hidden units where nothing says how many."""
+    if not head.num_experts:
+        return FfnSpec(head.intermediate_size or active)
+    top_k = head.num_experts_per_tok or min(TOP_K, head.num_experts)
+    hidden = head.moe_intermediate_size or max((active - head.shared_expert_intermediate_size) // top_k, 1)
+    return routed_ffn(head.num_experts, top_k, hidden, head.shared_expert_intermediate_size)
 
 
 def start_from_target(params: Params, target: Params, ids_W: np.ndarray | None) -> Params:

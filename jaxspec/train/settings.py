@@ -32,7 +32,7 @@ class HeadSettings(Record, frozen=True):
       heads: Medusa's heads.
       hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, head_dim: of its layers.
       num_experts, num_experts_per_tok, moe_intermediate_size, shared_expert_intermediate_size: of its layers, as of
-        Qwen's mixtures of experts; see ``train.expert_settings``. 0 experts are a dense feed-forward.
+        Qwen's mixtures; none are a dense feed-forward. A token chooses 2 unless said, together as wide as that.
       taps: layer boundaries whose residual streams it reads (``hidden_states[b]``); ``default`` is 2, L // 2 and L - 3,
         of heads that draft blocks as many as they have layers.
       commons: expert layers whose shared experts it reads; ``default`` spreads three over the depth.

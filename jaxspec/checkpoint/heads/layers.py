@@ -111,7 +111,8 @@ def layers_of(config: Mapping[str, Any], names: tuple[str, ...] = ()) -> ArchSpe
     family = known_families()[kind]
     if ROUTER in names or (not names and config.get("num_experts")):
         # Which layers of a target are dense says nothing about its head's.
-        family = replace(family, moe=replace(known_families()["qwen2_moe"].moe, sparse_step=False))
+        experts: Any = known_families()["qwen2_moe"].moe
+        family = replace(family, moe=replace(experts, sparse_step=False))
     return arch_from_config(config, family)
 
 

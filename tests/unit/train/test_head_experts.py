@@ -18,8 +18,8 @@ from jaxspec.errors import ConfigError
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.nn.policy import make_policy
 from jaxspec.nn.router import Routing
-from jaxspec.train.balance import RoutedSlots, balance_loss
 from jaxspec.train.block_nets import KINDS
+from jaxspec.train.expert_balance import RoutedSlots, balance_loss
 from jaxspec.train.head_nets import net_of
 from jaxspec.train.run import train
 from jaxspec.train.run_log import read_metrics
