@@ -39,7 +39,7 @@ def attend_new(
     """
     if isinstance(inputs.memory, Unrolled):
         memory = inputs.memory.append(k_BTGC, v_BTGC)
-        return attend_unrolled(q_BTHC, memory, scale=scale, span=span), memory
+        return attend_unrolled(q_BTHC, memory, scale=scale, span=span, sinks_H=sinks_H), memory
     segment_BT = segments_of(inputs.window)
     out = attend_self(
         q_BTHC, k_BTGC, v_BTGC, scale=scale, span=span, seen_BTS=inputs.selection, sinks_H=sinks_H,

@@ -211,8 +211,8 @@ def run_experts(
         def some(x: Array, own: Routing, live: Array | None) -> Array:
             if choice.implementation == "xla":
                 return run_stacked(x, own, experts, activation, dtype, layer, own.expert_MA >= 0)
-            grouped = choice.implementation not in INSTEAD and len(own.expert_MA) > GROUPED_ROWS
-            grouped = grouped and groupable(experts, layer)
+            many = len(own.expert_MA) > GROUPED_ROWS or policy.compute.grouped != "xla"
+            grouped = choice.implementation not in INSTEAD and many and groupable(experts, stacked=layer is not None)
             run = grouped_experts if grouped else partial(routed_experts, sorted_rows=sorted_rows)
             return run(
                 x, own.expert_MA, own.weight_MA, experts, layer=layer, activation=activation, dtype=dtype,
@@ -231,7 +231,10 @@ def _rows(x: Array) -> Array:
 
 def sorted_height(rows: int, top_k: int, experts: dict[str, Weight], policy: Policy, *, stacked: bool) -> int | None:
     """Returns the rows per block in which the experts' kernel wants M rows sorted, None where it sorts them itself."""
-    if rows > GROUPED_ROWS or split(policy.compute.mesh) or any(isinstance(w, Packed) for w in experts.values()):
+    compute = policy.compute
+    if rows > GROUPED_ROWS or compute.grouped != "xla" or split(compute.mesh):
+        return None
+    if any(isinstance(w, Packed) for w in experts.values()):
         return None
     choice = choose_kernel(rows, top_k, experts, policy, stacked=stacked)
     return None if choice.implementation == "xla" else tiles_for(experts, rows, top_k, by=choice.implementation).rows
@@ -283,14 +286,18 @@ def run_packed(
 
 def choose_kernel(rows: int, top_k: int, experts: dict[str, Weight], policy: Policy, *, stacked: bool) -> Choice:
     """Chooses what computes M rows of routed experts, and says why."""
-    kernels = policy.compute.kernels
+    kernels, grouped = policy.compute.kernels, policy.compute.grouped
+    gated = experts["gate_up_ED2F"].shape[-2] != 1
+    whole = gated and not obstacles_on(policy.compute.mesh, experts)
+    if grouped != "xla" and whole and groupable(experts, stacked=stacked):
+        return Choice(OP, "", grouped, "in groups, for their gradients")
     if kernels == "xla":
         return Choice(OP, "", "xla", "no kernels are wanted")
     name = case_name(rows_on_each(policy, rows), top_k, experts)
     if kernels == "native":
         return choose(OP, name, kernels, "cpu", [UNPACKED])
     blocked = obstacles_on(policy.compute.mesh, experts)
-    blocked += [UNGATED] if experts["gate_up_ED2F"].shape[-2] == 1 else []
+    blocked += [] if gated else [UNGATED]
     mosaic = blocked + mosaic_obstacles(experts, policy.compute.dtype)
     mosaic += [DIFFERENTIABLE] if rows > GROUPED_ROWS else []
     return choose(

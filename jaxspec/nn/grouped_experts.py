@@ -77,7 +77,7 @@ def grouped_experts(
     implementation: Choice,
 ) -> Array:
     """As ``routed_experts``, by products of rows that lie sorted by expert; with gradients, where weights are plain."""
-    (rows, top_k), flats = expert_MA.shape, _flat(weights, layer)
+    (rows, top_k), flats = expert_MA.shape, _flat(weights, stacked=layer is not None)
     count, hidden = weights["down_EFD"].shape[-3:-1]
     flat_R = expert_MA.reshape(-1)
     flat_R = jnp.where((flat_R >= 0) & (flat_R < count), flat_R, count)
@@ -106,12 +106,12 @@ def grouped_experts(
     return total
 
 
-def groupable(weights: Mapping[str, Weight], layer: Array | None) -> bool:
+def groupable(weights: Mapping[str, Weight], *, stacked: bool) -> bool:
     """Whether ``grouped_experts`` has kernels for these weights."""
-    return all(w is not None and not obstacles(w) for w in _flat(weights, layer).values())
+    return all(w is not None and not obstacles(w) for w in _flat(weights, stacked=stacked).values())
 
 
-def _flat(weights: Mapping[str, Weight], layer: Array | None) -> dict[str, Any]:
+def _flat(weights: Mapping[str, Weight], *, stacked: bool) -> dict[str, Any]:
     """Weights with all columns along one axis, None where scales do not allow it."""
-    lead = 1 if layer is None else 2
+    lead = 2 if stacked else 1
     return {name: flat(weights[name], lead, 1) for name in ("gate_up_ED2F", "down_EFD")}

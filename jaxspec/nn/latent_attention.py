@@ -1,5 +1,6 @@
 """Multi-head latent attention: all heads' keys and values are products of one small cached vector per position."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,6 +21,7 @@ from jaxspec.nn.rope import RopeSpec, rotate
 from jaxspec.nn.sparse_index import STREAM, Indexer, IndexSpec
 from jaxspec.nn.steady import sigmoid
 from jaxspec.nn.temperature import Temperature
+from jaxspec.nn.unrolled import Unrolled, attend_unrolled
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array
 from pallas_kernels.quantized import widen
@@ -119,15 +121,21 @@ class LatentAttention(nn.Module):
             indexer = Indexer(s.index, self.model_dim, p, name="indexer")
             selection, memory = indexer(unpack(x_BTD, window), unpack(low_BTR, window), inputs)
             inputs = replace(inputs, selection=selection, memory=memory)
-        if (cache := inputs.cache_window) is None:
+        new_BT1C = jnp.concatenate([c_BTR[:, :, None], turned_BT1C], axis=-1)
+        if isinstance(inputs.memory, Unrolled):
+            memory = inputs.memory.append(new_BT1C, c_BTR[:, :, None])
+            out = _absorbed(q_BTHC, partial(attend_unrolled, memory=memory, scale=s.scale), kv_HXR, s, p)
+        elif (cache := inputs.cache_window) is None:
             k_BTHC, v_BTHC = _written_out(c_BTR, turned_BT1C, kv_HXR, s, p.compute.dtype)
             out, memory = attend_new(q_BTHC, k_BTHC, v_BTHC, inputs, scale=s.scale)
         else:
-            new_BT1C = jnp.concatenate([c_BTR[:, :, None], turned_BT1C], axis=-1)
             latent = write(inputs.memory["latent"], s.streams["latent"], cache, new_BT1C)
             memory = inputs.memory | {"latent": latent}
-            inputs = inputs.of_outputs()
-            out = _over_cache(take_outputs(q_BTHC, window), latent, inputs, kv_HXR, s, p)
+            attend = partial(
+                attend_cached, pages=(latent, None), inputs=inputs.of_outputs(), stream=s.streams["latent"], policy=p,
+                scale=s.scale, value_width=s.rank,
+            )  # fmt: skip
+            out = _absorbed(take_outputs(q_BTHC, window), attend, kv_HXR, s, p)
         w_o = declare(self, p, OUT, (s.heads, s.value_dim, self.model_dim))
         bias = declare(self, p, OUT_BIAS, (self.model_dim,), by_kernel=True) if s.bias else None
         out = pack(out, window)
@@ -181,15 +189,13 @@ def _written_out(
     return jnp.concatenate([kv_BTHX[..., : spec.plain_dim], turned], axis=-1), kv_BTHX[..., spec.plain_dim :]
 
 
-def _over_cache(
-    q_BTHC: Array, pages_PGZC: Array, inputs: Inputs, kv_HXR: Weight, spec: LatentSpec, policy: Policy
+def _absorbed(
+    q_BTHC: Array, attend: Callable[[Array], Array], kv_HXR: Weight, spec: LatentSpec, policy: Policy
 ) -> Array:
-    """Computes attention over the cached vectors themselves (DeepSeek-V2, appendix C); a key begins with the value."""
+    """Computes attention to the vectors themselves (DeepSeek-V2, appendix C); a key begins with the value."""
     dtype, cut = policy.compute.dtype, spec.plain_dim
     kv_HXR = widen(kv_HXR, dtype)
     product = partial(per_head_dense, dtype=dtype, apart=policy.compute.splits_rows)
     plain_BTHR = product(q_BTHC[..., :cut], kv_HXR[:, :cut], contract=1)
     q = jnp.concatenate([plain_BTHR, q_BTHC[..., cut:]], axis=-1)
-    stream = spec.streams["latent"]
-    out_BTHR = attend_cached(q, (pages_PGZC, None), inputs, stream, policy, scale=spec.scale, value_width=spec.rank)
-    return product(out_BTHR, kv_HXR[:, cut:], contract=2)
+    return product(attend(q), kv_HXR[:, cut:], contract=2)

@@ -77,6 +77,8 @@ class Compute:
         back with a warning.
       mosaic: whether Mosaic GPU's kernels take the place of Triton's where there are some; otherwise they do where a
         measurement of the card says that they are faster.
+      grouped: what computes routed experts where gradients are taken through them: ``triton`` or ``interpret`` in
+        groups of rows with one expert, whatever ``kernels`` says; ``xla`` as ``kernels`` says.
       mesh: devices that parameters are split over, None for one device. Kernels of routed experts compute each device's
         part; others compute only where every device has all rows and all heads.
       transport: how rows reach the devices along ``expert`` that hold their experts: ``sum`` (all rows are everywhere,
@@ -89,6 +91,7 @@ class Compute:
     dtype: jnp.dtype = BFLOAT16
     kernels: Kernels = "xla"
     mosaic: bool = False
+    grouped: Literal["triton", "interpret", "xla"] = "xla"
     mesh: AbstractMesh | None = None
     transport: Literal["sum", "padded", "ragged"] = "sum"
     recurrence: Literal["steps", "chunks"] = "steps"

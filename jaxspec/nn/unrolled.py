@@ -50,7 +50,9 @@ class Unrolled:
         return replace(self, slot_BX=slot_BX, own=own)
 
 
-def attend_unrolled(q_BXHC: Array, memory: Unrolled, *, scale: float, span: int | None = None) -> Array:
+def attend_unrolled(
+    q_BXHC: Array, memory: Unrolled, *, scale: float, span: int | None = None, sinks_H: Array | None = None
+) -> Array:
     """Computes attention of one round, whose keys and values are in the memory (Li 2025, 2503.01840, section 3.2).
 
     Args:
@@ -58,6 +60,7 @@ def attend_unrolled(q_BXHC: Array, memory: Unrolled, *, scale: float, span: int 
       memory: all rounds.
       scale: of the scores.
       span: most slots that a query sees, itself included.
+      sinks_H: logits that take probability and have no value, None for none.
 
     Returns:
       float32 [B, X, H, C].
@@ -66,15 +69,15 @@ def attend_unrolled(q_BXHC: Array, memory: Unrolled, *, scale: float, span: int 
     (rows, _, heads), length = q_BXHC.shape[:3], memory.real[0].shape[1]
     all_1T = jnp.arange(length, dtype=jnp.int32)[None]
     slot_BX = jnp.broadcast_to(all_1T, (rows, length)) if memory.slot_BX is None else memory.slot_BX
-    text, each = (*memory.real, memory.segment_BT), (q_BXHC, slot_BX, memory.own)
+    text, each = (*memory.real, memory.segment_BT, sinks_H), (q_BXHC, slot_BX, memory.own)
     return by_blocks(partial(_attend_some, scale, span), text, each, queries_at_once(rows * heads, length))
 
 
 def _attend_some(
-    scale: float, span: int | None, text: tuple[Array, Array, Array], each: tuple[Array, Array, Any]
+    scale: float, span: int | None, text: tuple[Array, Array, Array, Array | None], each: tuple[Array, Array, Any]
 ) -> Array:
     """Attention of some slots: their queries, their numbers, and what they drafted before."""
-    (k_BTGC, v_BTGC, segment_BT), (q_BXHC, slot_BX, rounds) = text, each
+    (k_BTGC, v_BTGC, segment_BT, sinks_H), (q_BXHC, slot_BX, rounds) = text, each
     rows, count, heads, width = q_BXHC.shape
     slots, kv = k_BTGC.shape[1:3]
     group, exact = heads // kv, lax.Precision.HIGHEST
@@ -92,6 +95,9 @@ def _attend_some(
     dots = jnp.where(seen[:, None, :, None], dots.reshape(rows, kv, count, group, slots), MASKED)
     score = [dots.reshape(rows * kv, count, group, slots)]
     score += [jnp.sum(q * heads_major(k)[:, :, None], axis=-1, keepdims=True) for k, _ in rounds]
+    if sinks_H is not None:
+        sinks_GQ = jnp.tile(sinks_H.astype(jnp.float32).reshape(kv, group), (rows, 1))
+        score.append(jnp.broadcast_to(sinks_GQ[:, None, :, None], (rows * kv, count, group, 1)))
     prob = jax.nn.softmax(jnp.concatenate(score, axis=-1), axis=-1)
     weight = prob[..., :slots].reshape(-1, count * group, slots)
     out = jnp.einsum("zqt,ztc->zqc", weight, heads_major(v_BTGC), precision=exact)

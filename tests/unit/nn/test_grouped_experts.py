@@ -41,7 +41,7 @@ def test_groups_are_all_rows_and_have_gradients():
     # Some choices are of experts that are elsewhere.
     expert_MA = jnp.where(routing.expert_MA == 2, -1, routing.expert_MA)
     stack = {name: jnp.stack([w * jnp.nan, w]) for name, w in own.items()}
-    assert groupable(stack, jnp.int32(1))
+    assert groupable(stack, stacked=True)
 
     def grouped(x: Any, w: Any) -> jax.Array:
         stack = {name: jnp.stack([jnp.full_like(leaf, jnp.nan), leaf]) for name, leaf in w.items()}
@@ -84,6 +84,27 @@ def test_many_rows_are_computed_some_at_a_time(kernels: Any, monkeypatch: pytest
     np.testing.assert_allclose(run(rows_of(), routing, own), wanted, rtol=0, atol=1e-5)
     found = np.asarray(run(rows_of(), routing, own, live=jnp.asarray(live_M)))
     np.testing.assert_allclose(found, np.where(live_M[:, None], wanted, 0), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(FLOAT32, 1e-5), (BFLOAT16, 1e-2)])
+def test_few_rows_that_are_trained_on_go_in_groups(dtype: jnp.dtype, close: float, monkeypatch: pytest.MonkeyPatch):
+    """Float32 parameters, and gradients of rows, choices and experts, are what XLA's products of blocks give."""
+    x_MD, routing, own = rows_of(9), routing_of("uneven", 9), of_experts()
+    used = []
+    monkeypatch.setattr(room, "grouped_experts", lambda *args, **how: used.append(1) or grouped_experts(*args, **how))
+
+    def graded(grouped: Any) -> Any:
+        policy = make_policy(dtype, param=FLOAT32, grouped=grouped)
+
+        def loss(x: Any, weight_MA: Any, w: Any) -> Any:
+            return jnp.sum(jnp.sin(run_experts(x, replace(routing, weight_MA=weight_MA), w, SILU, policy)))
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(x_MD, routing.weight_MA, own)
+
+    wanted, found = graded("xla"), graded("interpret")
+    assert used == [1]
+    for one, other in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(other, one, rtol=close, atol=close * float(jnp.max(jnp.abs(one))))
 
 
 def test_no_block_of_rows_has_weights_of_its_own():
