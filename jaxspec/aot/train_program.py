@@ -40,7 +40,7 @@ def arguments_of(settings: RunSettings, config: Mapping[str, Any], mesh: Mesh) -
     t, several = settings.train, mesh if mesh.size > 1 else None
     target = abstract_target(config, policy_on_mesh(policy_for(t.target_dtype, "gpu"), several))
     base: Any = target.net
-    net = net_of(settings.head, base.arch, config, head_policy(t))
+    net = net_of(settings.head, base.arch, config, head_policy(t, "gpu"))
     params = jax.eval_shape(lambda: init_params(net, jax.random.key(0)))
     width = getattr(getattr(net, "spec", None), "draft_vocab", 0)
     ids: Any = jax.ShapeDtypeStruct((width,), jnp.int32) if 0 < width < base.arch.vocab_size else None

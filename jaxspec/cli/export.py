@@ -9,7 +9,7 @@ import tyro
 from jaxspec.cli.screen import Screen
 from jaxspec.serve.demo_pair import resolve_model
 
-DEFAULTS: dict[str, Any] = {"Medusa": "medusa", "BlockHead": "dflash"}  # format by network
+DEFAULTS: dict[str, Any] = {"Medusa": "medusa", "BlockHead": "dflash", "Mtp": "native"}  # format by network
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class ExportArgs:
       head: Directory of a draft head, in any known format.
       out: Directory to write; an older head in it is replaced.
       format: eagle3 for vLLM, SGLang and SpecForge, dflash for heads that draft blocks; speculators for vLLM; medusa
-        for Medusa heads; native is ours. By default medusa for a Medusa head, dflash for a block's, eagle3 for others.
+        for Medusa heads; native is ours, and of multi-token prediction has the names of the model's own files. By
+        default medusa for a Medusa head, dflash for a block's, native for multi-token prediction, eagle3 for others.
       dtype: Of the written numbers; published heads are bfloat16. float32 keeps every number of a trained head.
       target: Directory of the model that it drafts for, or demo. Not needed for heads in our own format.
       verifier_name: What a speculators config calls that model: the name of a hub, or a directory where vLLM runs. By

@@ -10,6 +10,7 @@ from jaxspec.draft.autoregress import Root, draft
 from jaxspec.draft.block_drafter import BlockDrafter
 from jaxspec.draft.last_hidden import last_index, scatter_last
 from jaxspec.draft.medusa_drafter import MedusaDrafter
+from jaxspec.draft.mtp_drafter import MtpHeads
 from jaxspec.draft.network_drafter import CachedDrafter
 from jaxspec.draft.parallel import draft_from
 from jaxspec.draft.vocab_map import expand_to_target_vocab, target_to_draft
@@ -18,6 +19,7 @@ from jaxspec.models.block_head import BlockHead
 from jaxspec.models.caches import Layout, init_layer_caches, unstacked
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.medusa import Medusa
+from jaxspec.models.mtp import Mtp
 from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer, embed, head
 from jaxspec.nn.inputs import Inputs
@@ -151,7 +153,7 @@ class HeadDrafter(CachedDrafter):
 
 def head_drafter(
     head: Head, target: tuple[Transformer, Params], topology: AnyTopology, block: int
-) -> HeadDrafter | BlockDrafter | MedusaDrafter:
+) -> HeadDrafter | BlockDrafter | MedusaDrafter | MtpHeads:
     """Returns the drafter that a head becomes for a target.
 
     Args:
@@ -161,6 +163,8 @@ def head_drafter(
       block: positions that attention reads at a time.
     """
     net, params = target
+    if isinstance(head.net, Mtp):
+        return MtpHeads(head.params, params, head.net, net, topology, block)
     draft_id_V = None if head.ids_W is None else jnp.asarray(target_to_draft(head.ids_W, net.arch.vocab_size))
     if isinstance(head.net, Medusa):
         return MedusaDrafter(head.params, params, draft_id_V, head.net, net, topology)

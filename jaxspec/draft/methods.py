@@ -39,7 +39,7 @@ class SpeculativeConfig:
       method: one of ``METHODS``, or ``none``.
       schedule: chains and trees to draft, and when.
       rule: verification rule, by name, or an object of the laboratory's.
-      model: directory or hub id of the draft model or head.
+      model: directory or hub id of the draft model or head; for ``mtp`` none is the target's own layers.
       revision: branch, tag or commit of a hub id.
       expected_length: tokens per pass that a head's model card promises, None where nothing was said.
       lookup_max, lookup_min: suffix lengths of n-gram matches.
@@ -72,9 +72,11 @@ class SpeculativeConfig:
 
 BLOCKS = ("dflash", "dflash2", "dspark")
 HEADS = ("eagle", "eagle3", "peagle", "medusa", "shared_expert", *BLOCKS)
+TRAINED = (*HEADS, "mtp")  # what jaxspec train writes as a head
 LOOKUP_LENGTH, SUFFIX_LENGTH, PAST_TOKENS = 4, 8, 16_384
 WITH_MODEL = ("draft_model", "hybrid", *HEADS)
 LOOKUP = ("ngram", "suffix", "hybrid")
+PREDICTION = "its multi-token prediction"
 METHODS = ("ngram", "suffix", "mtp", "early_exit", *WITH_MODEL)
 # vLLM's older names.
 MTP_NAMES = tuple(
@@ -126,18 +128,19 @@ def parse(config: Mapping[str, Any] | None) -> SpeculativeConfig:
 
 def _check_model(keys: SpeculativeKeys, method: str) -> None:
     """Checks that there is what the method drafts with, and nothing else."""
+    own = method == "mtp" and keys.model is None
     for key in ("model", "revision"):
-        if method not in WITH_MODEL and getattr(keys, key):
+        if getattr(keys, key) and (own or method not in (*WITH_MODEL, "mtp")):
             raise ConfigError(f'speculative_config: method "{method}" takes no "{key}"; leave one of them out')
     if method in WITH_MODEL and not keys.model:
         kind = "draft model" if method == "draft_model" else "head" if method in HEADS else "draft model or head"
         raise ConfigError(
             f'speculative_config: method "{method}" needs "model", the directory of the {kind} or a hub id'
         )
-    if (length := keys.expected_acceptance_length) is not None and method not in HEADS:
+    if (length := keys.expected_acceptance_length) is not None and (own or method not in TRAINED):
         raise ConfigError(
-            f"speculative_config: expected_acceptance_length is for draft heads ({', '.join(HEADS)}), got {length:g} "
-            f'for method "{method}"; leave it out'
+            f"speculative_config: expected_acceptance_length is for draft heads ({', '.join(HEADS)}) and a trained "
+            f'layer (mtp with "model"), got {length:g} for method "{method}"; leave it out'
         )
     if (method == "early_exit") != (keys.exit_layer is not None):
         raise ConfigError('speculative_config: method "early_exit" and "exit_layer" go together; give both or neither')
@@ -263,6 +266,8 @@ def _head_drafter(config: SpeculativeConfig, target: tuple[Transformer, Params],
                 f"speculative_config: {config.model} drafts blocks of {head.net.spec.drafts} tokens; got a depth of "
                 f"{deepest}"
             )
+    elif isinstance(head.net, Mtp):
+        _check_tree(config, head.net.arch, head.net.arch.mtp, PREDICTION)
     else:
         _check_tree(config, head.net.spec.arch, head.net.spec.arch.layers, "the head")
     return head_drafter(head, target, topology, block)
@@ -273,7 +278,7 @@ def _model_drafter(
 ) -> Drafter:
     (net, params), (draft, weights) = target, model
     if isinstance(draft, Mtp):
-        _check_tree(config, draft.arch, draft.arch.mtp, "its multi-token prediction")
+        _check_tree(config, draft.arch, draft.arch.mtp, PREDICTION)
         return MtpHeads(weights, params, draft, net, config.topology, block)
     _check_tree(config, draft.arch, draft.arch.layers, "the draft model")
     other = draft.arch.vocab_size != net.arch.vocab_size

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,12 +15,14 @@ from jaxspec.checkpoint.load.places import flatten
 from jaxspec.config import shipped
 from jaxspec.errors import ConfigError
 from jaxspec.inspect.model_cost import model_cost
-from jaxspec.models.arch import chosen_of, experts_of
+from jaxspec.models.arch import ArchSpec, MixerSpec, chosen_of, experts_of
 from jaxspec.models.block_head import BlockHead
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.medusa import Medusa
+from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.attention import AttentionSpec
+from jaxspec.nn.latent_attention import LatentSpec
 from jaxspec.nn.param import declared
 from jaxspec.nn.policy import policy_for
 from jaxspec.perf.cost import Mesh, ModelCost, Rates, works
@@ -29,7 +31,8 @@ from jaxspec.perf.overlap import AssumedOverlap
 from jaxspec.perf.pass_time import smooth_max, step_time
 from jaxspec.train.fit import work_of
 from jaxspec.train.head_start import init_params
-from jaxspec.train.memory import GB, MemoryPlan, UpdateWork, plan_memory
+from jaxspec.train.memory import GB, MemoryPlan, UpdateWork, layers_of, plan_memory
+from jaxspec.train.objective import Net
 from jaxspec.train.settings import RunSettings
 from jaxspec.train.target import TargetHeaders
 from jaxspec.train.vocab_loss import default_positions, position_bytes
@@ -129,7 +132,7 @@ def update_flops(work: UpdateWork, model: ModelCost, settings: RunSettings) -> d
     passes = works(model, rows=rows, positions=work.length, context=work.length // 2, head_positions=0)
     target = 0.0 if settings.features.cache else sum(x.count * x.flops for x in passes)
     share = width / work.arch.vocab_size if work.loss.draft_only else 1.0
-    arch = None if isinstance(net, Medusa) else net.arch if isinstance(net, Transformer) else net.spec.arch
+    arch = _trained(net)
     sizes = _factors(net, chosen_of(arch) / max(experts_of(arch), 1) if arch else 1.0)
     own = sum(size for path, size in sizes.items() if path.endswith(("head_DW", "head_DV")))
     if isinstance(net, Transformer) and not own:  # tied
@@ -138,8 +141,8 @@ def update_flops(work: UpdateWork, model: ModelCost, settings: RunSettings) -> d
     each = sum(sizes.values()) - own - once
     slots, drafts = _slots(work, rows)
     vocabulary = 2.0 * own if own else model.head_flops
-    mixers = [layer.attention for layer in arch.layers if isinstance(layer.attention, AttentionSpec)] if arch else []
-    attention = sum(4.0 * mixer.heads * mixer.head_dim * work.length / 2 for mixer in mixers)
+    layers = arch.layers if arch else ()
+    attention = sum(_flops_per_key(layer.attention) * work.length / 2 for layer in layers)
     forward = 2.0 * once * places + slots * (2.0 * each + attention)
     backward = 2.0 * once * places + 2 * slots * (2.0 * each + attention)
     return {
@@ -148,6 +151,20 @@ def update_flops(work: UpdateWork, model: ModelCost, settings: RunSettings) -> d
         "head": forward + backward,
         "head's vocabulary": drafts * vocabulary * (3 if own and t.vocabulary else 2),
     }
+
+
+def _trained(net: Net) -> ArchSpec | None:
+    """Returns the architecture of what is trained, with the layers that a round runs; None where it has none."""
+    if isinstance(net, Mtp):
+        return replace(net.arch, layers=layers_of(net))
+    return None if isinstance(net, Medusa) else net.arch if isinstance(net, Transformer) else net.spec.arch
+
+
+def _flops_per_key(mixer: MixerSpec) -> float:
+    """Returns the products of one query of all heads with one key and value."""
+    if isinstance(mixer, LatentSpec):
+        return 2.0 * mixer.heads * (2 * mixer.rank + mixer.rope.dim)
+    return 4.0 * mixer.heads * mixer.head_dim if isinstance(mixer, AttentionSpec) else 0.0
 
 
 def _factors(net: Any, chosen: float) -> dict[str, float]:
@@ -166,9 +183,9 @@ def _slots(work: UpdateWork, rows: int) -> tuple[float, float]:
     if isinstance(net, BlockHead):
         blocks = rows * min(work.loss.block.anchors, work.length)
         return blocks * net.spec.block_size, blocks * net.spec.drafts
-    if not isinstance(net, DraftHead):
+    if not isinstance(net, DraftHead | Mtp):
         return places, places
-    if net.spec.mask_token is None:
+    if isinstance(net, Mtp) or net.spec.mask_token is None:
         return places * work.loss.rounds, places * work.loss.rounds
     # The loss walks over all positions in every round, those that were not drawn with weight 0.
     return rows * (work.length + sum(work.loss.counts(work.length))), places * work.loss.rounds
@@ -186,7 +203,7 @@ def _seconds(
         model, rates, rows=rows, positions=work.length, context=work.length // 2, mesh=mesh,
         overlap=AssumedOverlap(1.0), head_positions=0,
     ).total_s  # fmt: skip
-    rounds = work.loss.rounds if isinstance(work.net, DraftHead) else 1
+    rounds = work.loss.rounds if isinstance(work.net, DraftHead | Mtp) else 1
     some = default_positions(memory.rows, work.length, model.vocab_size, work.width, rounds)
     chunks, wide = -(-work.length // some), 4.0 * work.arch.model_dim * work.width
     logits = 2.0 * local * work.length * position_bytes(model.vocab_size, work.width, rounds)

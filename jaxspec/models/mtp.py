@@ -12,6 +12,7 @@ from jaxspec.nn.hyper import HyperHead
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.param import Param, declare
 from jaxspec.nn.policy import Policy
+from jaxspec.protocol import NO_CAPTURE, CaptureSpec
 from jaxspec.shapes import Array, Params
 
 JOIN = Param("join_XD", ("joined", "embed"))
@@ -108,6 +109,11 @@ class Mtp(nn.Module):
     def last(self, layer: int, feature: Array) -> Array:
         """Returns what the head reads of a layer's feature, or what its own says, see ``MtpLayer.last``."""
         return self.mtp[layer].last(feature)
+
+    @property
+    def joins(self) -> CaptureSpec:
+        """The boundary whose stream the first layer joins, none for the hidden state after the model's last norm."""
+        return CaptureSpec(taps=(len(self.arch.layers),)) if self.arch.mtp_form.stream else NO_CAPTURE
 
     def everything(self) -> None:
         """Runs every layer once, which declares all parameters."""

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jaxspec.checkpoint.heads.verifier import provenance
-from jaxspec.draft.methods import HEADS, SpeculativeConfig
+from jaxspec.draft.methods import TRAINED, SpeculativeConfig
 from jaxspec.serve.demo_pair import demo_part, resolve_model
 from jaxspec.serve.request import SpeculationMetrics
 
@@ -103,7 +103,7 @@ class AcceptanceAlarm:
 
 def alarm_of(config: SpeculativeConfig, target: Path, download_dir: str | Path | None = None) -> AcceptanceAlarm | None:
     """Returns the alarm of a head whose acceptance is known, by ``expected_acceptance_length`` or its training."""
-    if config.method not in HEADS or config.model is None:
+    if config.method not in TRAINED or config.model is None:
         return None
     head = resolve_model(config.model, config.revision, download_dir, part=demo_part(config.method))
     if config.expected_length is None:

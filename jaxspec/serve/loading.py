@@ -138,17 +138,22 @@ def load_draft(
     on each device.
     """
     mesh = mesh_of(target.params)
-    if config.method == "mtp":
+    if config.method == "mtp" and config.model is None:
         return load_mtp(target.directory, target.net, quantization=quantization, mesh=mesh)
     if config.model is None:
         return None
     directory = resolve_model(config.model, config.revision, download_dir, part=demo_part(config.method))
-    if config.method in methods.HEADS or (config.method == "hybrid" and is_head(read_config(directory))):
+    if config.method == "mtp" and not is_head(read_config(directory)):
+        raise ConfigError(
+            f"speculative_config: {config.model} holds no trained layer of multi-token prediction; leave model out to "
+            "draft with the layers that were published with the target"
+        )
+    if config.method in methods.TRAINED or (config.method == "hybrid" and is_head(read_config(directory))):
         return load_head(directory, target.net.arch, target.net.policy, mesh=mesh)
     if is_head(read_config(directory)):
         raise ConfigError(
             f"speculative_config: {config.model} holds a draft head, not a model; give its kind as method "
-            f"({', '.join(methods.HEADS)})"
+            f"({', '.join(methods.TRAINED)})"
         )
     check_vocabulary(directory, target.directory, target.net.arch.vocab_size)
     model = load_model(directory, target.net.policy, mesh=mesh, allow_replication=True)

@@ -7,8 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,10 @@ RUN_TEACHER = LazyJit(run_teacher, static_argnums=(0, 3, 4))
 
 @dataclass(frozen=True)
 class Teacher:
-    """The target as it fills a cache: what is read of it, the cached dtype, and B rows at a time."""
+    """The target as it fills a cache: what is read of it, the cached dtype, and B rows at a time.
+
+    Where nothing is to be filled in, shapes and dtypes of its parameters are enough.
+    """
 
     net: Transformer
     params: Params
@@ -106,7 +108,7 @@ class FeatureRows:
         shard_bytes: int = SHARD_BYTES,
     ):
         self.rows, self.directory, self._reads, self._routing = rows, directory, teacher.reads, teacher.routing
-        shapes = jax.eval_shape(partial(teacher, rows, range(1)))
+        shapes = jax.eval_shape(lambda params: replace(teacher, params=params)(rows, range(1)), teacher.params)
         self._shapes = {name: (x.shape[1:], NAMES[x.dtype.name]) for name, x in shapes.items()}
         self._row_bytes = sum(int(np.prod(x.shape[1:])) * x.dtype.itemsize for x in shapes.values())
         identity = {**identity, "dtype": teacher.dtype, "routing": list(teacher.routing)}
@@ -146,7 +148,7 @@ class FeatureRows:
         return {**self.rows[index], "cached": TeacherOutput(features, experts)}
 
     def _file(self, shard: int) -> Path:
-        return self.directory / f"features-{shard:06}.safetensors"
+        return self.directory / file_name(shard)
 
     def _numbers(self, shard: int) -> range:
         """The rows of a file."""
@@ -206,6 +208,20 @@ class FeatureRows:
                     notified = time.monotonic()
                     notify({"features": f"{done}/{total} rows"})
             _save({name: np.concatenate([part[name] for part in parts]) for name in self._shapes}, self._file(shard))
+
+
+def is_complete(directory: Path, rows: PackedRows) -> bool:
+    """Whether a directory has all files of a cache that was begun for so many rows; of what, is not looked at."""
+    try:
+        each = int(json.loads((directory / ABOUT).read_text(encoding="utf-8"))["rows_per_file"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return each > 0 and all((directory / file_name(shard)).exists() for shard in range(-(-len(rows) // each)))
+
+
+def file_name(shard: int) -> str:
+    """Returns the name of a file of a cache."""
+    return f"features-{shard:06}.safetensors"
 
 
 def _widened(x: np.ndarray, scale: np.ndarray | None) -> Any:

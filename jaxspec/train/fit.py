@@ -15,9 +15,9 @@ from jaxspec.checkpoint.heads.identify import is_head
 from jaxspec.checkpoint.load.model import read_config
 from jaxspec.checkpoint.load.places import unflatten
 from jaxspec.errors import JaxspecError
-from jaxspec.models.block_head import BlockHead
 from jaxspec.models.catalog import arch_of
-from jaxspec.models.draft_head import DraftHead
+from jaxspec.models.mtp import Mtp
+from jaxspec.models.prediction import one_layer_arch
 from jaxspec.models.transformer import Transformer
 from jaxspec.sharding import hosts
 from jaxspec.train.batch import rows_over
@@ -96,8 +96,9 @@ def work_of(settings: RunSettings, target: TargetHeaders, mesh: Mesh | None, pla
     arch, net = target.arch, _network(settings, target)
     params = jax.eval_shape(lambda: init_params(net, jax.random.key(0)))
     # The last hidden state and the stream before its norm, what is asked for, and that once more side by side.
-    vectors = 2 + (2 * net.spec.parts if isinstance(net, DraftHead | BlockHead) else 0)
-    width = arch.vocab_size if isinstance(net, Transformer) else net.spec.draft_vocab or arch.vocab_size
+    parts = len(net.joins.taps) if isinstance(net, Mtp) else getattr(getattr(net, "spec", None), "parts", 0)
+    vectors = 2 + 2 * parts
+    width = arch.vocab_size if isinstance(net, Transformer | Mtp) else net.spec.draft_vocab or arch.vocab_size
     devices = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in rows_over(mesh, settings.train))
     sizes = held_bytes(unflatten(target.plan.leaves), mesh), held_bytes(params, mesh)
     widens = (platform or jax.default_backend()) == "cpu" or settings.train.compute_dtype == "float32"
@@ -111,6 +112,8 @@ def _network(settings: RunSettings, target: TargetHeaders) -> Net:
         return net_of(head, target.arch, target.config, policy)
     directory = Path(head.start)
     own = read_config(directory)
+    if not is_head(own) and head.kind == "mtp":
+        return Mtp(one_layer_arch(target.config), policy)
     if is_head(own):
         return plan_head(directory, target.arch, policy).net
     return Transformer(arch_of(own), policy)

@@ -11,6 +11,7 @@ from jaxspec.models.apply import apply
 from jaxspec.models.block_head import BlockHead
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.medusa import Medusa
+from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer, forward
 from jaxspec.nn.inputs import Inputs
 from jaxspec.shapes import Array, Params
@@ -35,8 +36,8 @@ def head_loss(
     every draft were made after real ones. ``key`` is of noise and of the choice of slots.
     """
     net = objective.net
-    if isinstance(net, DraftHead):
-        return _eagle(objective, net, params, teacher, batch, key)
+    if isinstance(net, DraftHead | Mtp):
+        return _unrolled(objective, net, params, teacher, batch, key)
     if isinstance(net, Medusa):
         return _score(objective, params, [teacher.features.last_BTD] * net.spec.heads, None, teacher, batch)
     if isinstance(net, BlockHead):
@@ -44,13 +45,16 @@ def head_loss(
     return _model(objective, net, params, teacher, batch)
 
 
-def _eagle(objective: HeadObjective, net: DraftHead, params: Params, teacher: TeacherOutput, batch: Batch, key: Array):
+def _unrolled(
+    objective: HeadObjective, net: DraftHead | Mtp, params: Params, teacher: TeacherOutput, batch: Batch, key: Array
+):
+    """Loss of what drafts from its own output."""
     o, features = objective.loss, teacher.features
     noise_key, choice_key = jax.random.split(key)
     if o.noise:
         features = _noisy(features, o.noise, batch.keys(noise_key))
     target = (objective.target, objective.target_params)
-    if net.spec.mask_token is None:
+    if isinstance(net, Mtp) or net.spec.mask_token is None:
         rounds = unroll(net, params, target, features, batch, o.rounds, remat=objective.remat)
         slots = None
     else:
@@ -61,10 +65,10 @@ def _eagle(objective: HeadObjective, net: DraftHead, params: Params, teacher: Te
     if o.feature:
         missed = _regress(objective, rounds, teacher, batch)
         loss, metrics = loss + o.feature * missed, metrics | {"feature_loss": missed}
-    if net.spec.routing:
+    if isinstance(net, DraftHead) and net.spec.routing:
         missed, recalls = _routing(objective, net, params, rounds, teacher, batch)
         loss, metrics = loss + o.routing * missed, metrics | {"routing_loss": missed} | recalls
-    if net.spec.arch.expert_layers:
+    if isinstance(net, DraftHead) and net.spec.arch.expert_layers:
         weight_SBX = [
             weights(batch, j) if slots is None else jnp.take_along_axis(weights(batch, j), r.slot_BX, axis=1)
             for j, r in enumerate(rounds)

@@ -8,10 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.checkpoint.heads.layers import arch_of_head, rope_for_head, routed_ffn
+from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.draft_head import DraftHead, HeadSpec
 from jaxspec.models.medusa import Medusa, MedusaSpec
+from jaxspec.models.mtp import Mtp
+from jaxspec.models.prediction import one_layer_arch
 from jaxspec.models.transformer import Transformer
 from jaxspec.native.packing import Packed, unpack
 from jaxspec.nn.attention import AttentionSpec
@@ -33,6 +36,8 @@ def net_of(settings: HeadSettings, arch: ArchSpec, config: Mapping[str, Any], po
     Raises:
       ConfigError: the settings contradict each other or the target.
     """
+    if settings.kind == "mtp":
+        return _prediction(settings, config, policy)
     width = draft_vocab(settings, arch)
     if settings.kind == "medusa":
         return Medusa(MedusaSpec(settings.heads, settings.layers, arch.model_dim, arch.vocab_size, width), policy)
@@ -69,6 +74,28 @@ def net_of(settings: HeadSettings, arch: ArchSpec, config: Mapping[str, Any], po
     if not spec.parts:
         raise ConfigError("head: it reads nothing; give taps or commons")
     return DraftHead(spec, policy)
+
+
+def _prediction(settings: HeadSettings, config: Mapping[str, Any], policy: Policy) -> Mtp:
+    """Returns the one layer of multi-token prediction that is trained for a target."""
+    check_given(settings, "the target says everything about its layer of multi-token prediction", "from_target")
+    arch = one_layer_arch(config)
+    table = known_tables()[arch.family]
+    top = {name for rule in table.top for name in rule.hub}
+    if shared := sorted({name for rule in table.mtp_rules(arch) for name in rule.hub} & top):
+        raise ConfigError(
+            f"head: multi-token prediction of {arch.family} shares {', '.join(shared)} with the model itself, which is "
+            "not trained; train a head of another kind"
+        )
+    return Mtp(arch, policy)
+
+
+def check_given(settings: HeadSettings, why: str, *allowed: str) -> None:
+    """Refuses settings, but for some, of a head that something else decides; raises ConfigError that says ``why``."""
+    default = HeadSettings(kind=settings.kind)
+    given = [name for name in settings.__struct_fields__ if getattr(settings, name) != getattr(default, name)]
+    if extra := [name for name in given if name not in ("start", *allowed)]:
+        raise ConfigError(f"head: {why}; leave out {', '.join(extra)}")
 
 
 def draft_vocab(settings: HeadSettings, arch: ArchSpec) -> int:

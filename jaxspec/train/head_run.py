@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from jaxspec.checkpoint.text.codec import TOKENIZER_FILES
 from jaxspec.errors import ConfigError
 from jaxspec.models.block_head import BlockHead, BlockSpec
 from jaxspec.models.draft_head import DraftHead
+from jaxspec.models.mtp import Mtp
 from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer
 from jaxspec.models.vocab import coverage
@@ -48,19 +50,21 @@ def make_run(
     *,
     remat: bool = False,
     parts: int = 1,
+    outside: bool = False,
 ) -> TrainRun:
     """Returns the run that trains a head; what binds it to its directory is left to the caller.
 
     The corpus's tokens choose the draft vocabulary, its held-out documents measure acceptance; ``remat`` and ``parts``
-    are those of ``MemoryPlan``.
+    are those of ``MemoryPlan``. ``outside`` says that the target was loaded without its layers, as batches bring what
+    it computed.
 
     Raises:
       ConfigError, CheckpointError: the settings are not usable for this target.
     """
     t = settings.train
     schedule: Any = schedule_of(settings.optimizer, t.steps)
-    head, objective = make_objective(settings, target, corpus, mesh, remat=remat)
-    evaluate = make_evaluation(settings, head, target, corpus, mesh)
+    head, objective = make_objective(settings, target, corpus, mesh, remat=remat, outside=outside)
+    evaluate = None if outside else make_evaluation(settings, head, target, corpus, mesh)
 
     def progress(done: int) -> dict[str, float]:
         return {"learning_rate": float(schedule(done - 1)), "epoch": round(epochs(settings, corpus, done), 4)}
@@ -89,16 +93,22 @@ def make_run(
 
 
 def make_objective(
-    settings: RunSettings, target: Model, corpus: Corpus, mesh: Mesh | None = None, *, remat: bool = False
+    settings: RunSettings,
+    target: Model,
+    corpus: Corpus,
+    mesh: Mesh | None = None,
+    *,
+    remat: bool = False,
+    outside: bool = False,
 ) -> tuple[InitialHead, HeadObjective]:
     """Returns a head before its first update, and what its loss reads; arguments and errors as of ``make_run``."""
     count_V = corpus.token_counts(target.net.arch.vocab_size)
     head = make_initial_head(settings.head, target, head_policy(settings.train), count_V, mesh)
     _check_loss(settings.loss, head.net)
     ids = None if head.ids_W is None else settle(jnp.asarray(head.ids_W), mesh)
-    product = cut_product(target.params, ids if settings.loss.draft_only else None)
+    product, net = cut_product(target.params, ids if settings.loss.draft_only else None), target.net
     return head, HeadObjective(
-        target.params, ids, target.net, head.net, settings.loss,
+        target.params, ids, net.clone(arch=replace(net.arch, layers=())) if outside else net, head.net, settings.loss,
         remat=remat, product=product, vocabulary=settings.train.vocabulary,
     )  # fmt: skip
 
@@ -171,7 +181,8 @@ def save(head: InitialHead, target: Model, params: Params, directory: Path) -> N
     """Writes parameters as a head's directory, or a draft model's with the target's tokenizer."""
     net = head.net
     if not isinstance(net, Transformer):
-        save_head(Head(net, jax.device_get(params), head.ids_W), directory)
+        config = target.config if isinstance(net, Mtp) else None
+        save_head(Head(net, jax.device_get(params), head.ids_W, config), directory)
         return
     dtype = np.dtype(net.policy.storage.param)
     ends = {key: target.config[key] for key in ("bos_token_id", "eos_token_id") if key in target.config}

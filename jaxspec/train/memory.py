@@ -14,8 +14,11 @@ from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.models.block_head import BlockHead, BlockSpec
 from jaxspec.models.draft_head import DraftHead, HeadSpec
 from jaxspec.models.medusa import Medusa
+from jaxspec.models.mtp import Mtp
+from jaxspec.models.transformer import Transformer
 from jaxspec.nn.attention import AttentionSpec
 from jaxspec.nn.grouped_experts import MOST_ROWS
+from jaxspec.nn.latent_attention import LatentSpec
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.nn.query_blocks import BLOCK, queries_at_once
 from jaxspec.nn.shardings import named_shardings
@@ -194,17 +197,24 @@ def _rounds(work: UpdateWork, rows: int, *, remat: bool) -> int:
         return 4 * places * heads + _vocabulary(work, rows, spec.heads)
     if isinstance(work.net, BlockHead):
         return _blocks(work, work.net.spec, rows, remat=remat)
-    arch = work.net.spec.arch if isinstance(work.net, DraftHead) else work.net.arch
-    count, slots = (o.rounds, float(o.rounds)) if isinstance(work.net, DraftHead) else (1, 1.0)
+    arch, trained = (work.net.spec.arch if isinstance(work.net, DraftHead) else work.net.arch), layers_of(work.net)
+    count, slots = (o.rounds, float(o.rounds)) if isinstance(work.net, DraftHead | Mtp) else (1, 1.0)
     if isinstance(work.net, DraftHead) and work.net.spec.mask_token is not None:
         slots = 1 + sum(o.counts(t)) / t
-    layers = [_kept_floats(layer, arch.model_dim, t, count) for layer in arch.layers]
+    layers = [_kept_floats(layer, arch.model_dim, t, count) for layer in trained]
     inputs = 6 * arch.model_dim
-    each = inputs + (sum(_cached_floats(layer) for layer in arch.layers) if remat else sum(layers))
+    each = inputs + (sum(_cached_floats(layer) for layer in trained) if remat else sum(layers))
     once = sum(layers) if remat else 0
-    attention = max(6 * _score_bytes(layer, rows, t) for layer in arch.layers)
+    attention = max(6 * _score_bytes(layer, rows, t) for layer in trained)
     activations = int(4 * places * (slots * each + once))
     return activations + max(_vocabulary(work, rows, count), attention)
+
+
+def layers_of(net: DraftHead | Mtp | Transformer) -> tuple[LayerSpec, ...]:
+    """Returns the layers that a round runs."""
+    if isinstance(net, Mtp):
+        return net.arch.mtp[:1]
+    return net.spec.arch.layers if isinstance(net, DraftHead) else net.arch.layers
 
 
 def _blocks(work: UpdateWork, spec: BlockSpec, rows: int, *, remat: bool) -> int:
@@ -275,7 +285,9 @@ def _kept_floats(layer: LayerSpec, dim: int, length: int, rounds: int) -> int:
     """Numbers per slot that the gradient of one layer of one round reads."""
     mixer = layer.attention
     inner = (mixer.heads + mixer.kv_heads) * mixer.head_dim * 2 if isinstance(mixer, AttentionSpec) else 6 * dim
-    heads = mixer.heads if isinstance(mixer, AttentionSpec) else 16
+    if isinstance(mixer, LatentSpec):  # queries before and after their product with the keys' weights, and values
+        inner = mixer.heads * (mixer.plain_dim + 3 * (mixer.rank + mixer.rope.dim) + mixer.rank + 2 * mixer.value_dim)
+    heads = mixer.heads if isinstance(mixer, AttentionSpec) else _heads(layer)
     scores = 0 if length > BLOCK else 5 * heads * length
     routed = isinstance(layer.ffn, MoeSpec)  # in blocks that are not full
     return 8 * dim + inner + scores + (8 if routed else 4) * _hidden(layer, dim) + rounds * heads
@@ -283,6 +295,8 @@ def _kept_floats(layer: LayerSpec, dim: int, length: int, rounds: int) -> int:
 
 def _cached_floats(layer: LayerSpec) -> int:
     mixer = layer.attention
+    if isinstance(mixer, LatentSpec):
+        return 2 * mixer.rank + mixer.rope.dim
     return 2 * mixer.kv_heads * mixer.head_dim if isinstance(mixer, AttentionSpec) else 0
 
 

@@ -6,13 +6,14 @@ from typing import Any
 from jaxspec.models.block_head import BlockHead
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.medusa import Medusa
+from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer, head
 from jaxspec.protocol import NO_CAPTURE, CaptureSpec
 from jaxspec.pytree import pytree, static
 from jaxspec.shapes import Array, Params
 from jaxspec.train.settings import LossSettings
 
-Net = DraftHead | BlockHead | Medusa | Transformer
+Net = DraftHead | BlockHead | Medusa | Mtp | Transformer
 
 
 @pytree
@@ -66,6 +67,8 @@ class HeadObjective:
     @property
     def reads(self) -> CaptureSpec:
         """The streams of the target that the head reads."""
+        if isinstance(self.net, Mtp):
+            return self.net.joins
         return self.net.spec.reads if isinstance(self.net, DraftHead | BlockHead) else NO_CAPTURE
 
     @property

@@ -7,6 +7,7 @@ import msgspec
 from jax.sharding import Mesh
 
 from jaxspec.checkpoint.files.fingerprint import fingerprint
+from jaxspec.checkpoint.load.places import unflatten
 from jaxspec.checkpoint.text.codec import Text
 from jaxspec.errors import ConfigError
 from jaxspec.shapes import Params
@@ -15,7 +16,7 @@ from jaxspec.sharding.mesh import make_mesh
 from jaxspec.train import loop
 from jaxspec.train.advice import facts_of, warnings_of, with_steps
 from jaxspec.train.data import Corpus, load_corpus
-from jaxspec.train.features import FeatureRows, Teacher
+from jaxspec.train.features import FeatureRows, Teacher, is_complete
 from jaxspec.train.fit import fit
 from jaxspec.train.head_run import batches_from, head_facts, make_objective, make_run
 from jaxspec.train.memory import GB
@@ -61,10 +62,12 @@ def train(
         settings, headers, corpus, mesh = _prepare(settings, target, notify)
         for warning in warnings_of(settings, corpus):
             notify({"warning": warning})
-        plan = fit(settings, headers, mesh, notify)
-        notify({"loading": f"the target, {plan.needed['target'] / GB:.1f} GB"})
-        model, digest = headers.load(mesh), corpus.digest()
-        run = make_run(settings, model, corpus, mesh, remat=plan.remat, parts=plan.parts)
+        outside = _needs_no_layers(settings, corpus)
+        read = headers.outside if outside else headers
+        plan = fit(settings, read, mesh, notify)
+        notify({"loading": f"the target{', without its layers' * outside}, {plan.needed['target'] / GB:.1f} GB"})
+        model, digest = read.load(mesh), corpus.digest()
+        run = make_run(settings, model, corpus, mesh, remat=plan.remat, parts=plan.parts, outside=outside)
         notify(head_facts(run.frozen, corpus))
         run = replace(
             run,
@@ -73,7 +76,7 @@ def train(
             seconds_at_peak=seconds_at_peak,
         )
         if settings.features.cache is not None:
-            rows = _cached(settings, target, corpus, mesh, run.frozen, plan.rows, notify)
+            rows = _cached(settings, headers, corpus, mesh, run.frozen, plan.rows, notify)
             run = replace(run, batches=batches_from(settings, rows, mesh))
         return TrainResult(loop.train(run, watch), run)
 
@@ -85,7 +88,7 @@ def write_features(settings: RunSettings, target: Path, notify: Notify = lambda 
     settings, headers, corpus, mesh = _prepare(settings, target, notify)
     plan = fit(settings, headers, mesh, notify, trained=False)
     _, objective = make_objective(settings, headers.load(mesh), corpus, mesh)
-    _cached(settings, target, corpus, mesh, objective, plan.rows, notify)
+    _cached(settings, headers, corpus, mesh, objective, plan.rows, notify)
 
 
 def check(settings: RunSettings, target: Path, notify: Notify) -> None:
@@ -112,9 +115,15 @@ def _prepare(
     return settings, headers, corpus, mesh
 
 
+def _needs_no_layers(settings: RunSettings, corpus: Corpus) -> bool:
+    """Whether all features are there and no acceptance is measured, so that the target's layers never run."""
+    cache = settings.features.cache
+    return cache is not None and not corpus.held_out and is_complete(Path(cache), corpus.rows)
+
+
 def _cached(
     settings: RunSettings,
-    target: Path,
+    target: TargetHeaders,
     corpus: Corpus,
     mesh: Mesh | None,
     objective: HeadObjective,
@@ -123,6 +132,14 @@ def _cached(
 ) -> FeatureRows:
     """Returns the corpus's rows with their features; missing ones are computed, ``rows`` at a time."""
     o, dtype = objective, settings.features.dtype
-    teacher = Teacher(o.target, o.target_params, o.reads, o.routing, dtype, rows, mesh)
-    identity = {"target": fingerprint(target), "target_dtype": settings.train.target_dtype, "data": corpus.digest()}
+    net, params = o.target, o.target_params
+    if net.arch != target.arch:  # only shapes matter, of a network that reads parameters as files have them
+        net = target.plan.net.clone(policy=target.plan.net.policy.update(kernels="xla"))
+        params: Params = {"params": unflatten(target.plan.leaves)}
+    teacher = Teacher(net, params, o.reads, o.routing, dtype, rows, mesh)
+    identity = {
+        "target": fingerprint(target.plan.directory),
+        "target_dtype": settings.train.target_dtype,
+        "data": corpus.digest(),
+    }
     return FeatureRows(corpus.rows, teacher, Path(settings.features.cache or ""), identity, notify)

@@ -39,7 +39,8 @@ class HeadSettings(Record, frozen=True):
       routing: expert layers whose choices it predicts.
       draft_vocab_size: W, tokens that it can draft; none is the whole vocabulary.
       own_head, own_embedding: whether it trains these itself instead of using the target's.
-      from_target: whether these start as the target's, where widths agree.
+      from_target: whether these start as the target's, where widths agree; ``mtp``: whether the layer starts as the
+        first one that the target was published with, where there is one.
       norm_before_residual, norm_before_fc, fc_norm, norm_output: as EAGLE-3's configs name them.
       qk_norm: whether its queries and keys are normalized, as Qwen3's are.
       bias: whether the product in front of the layers has a bias.
@@ -50,7 +51,9 @@ class HeadSettings(Record, frozen=True):
         further; it says everything but the kind.
     """
 
-    kind: Literal["eagle", "eagle3", "peagle", "medusa", "shared_expert", "dflash", "dflash2", "dspark", "draft_model"]
+    kind: Literal[
+        "eagle", "eagle3", "peagle", "medusa", "shared_expert", "dflash", "dflash2", "dspark", "mtp", "draft_model"
+    ]
     layers: int = 1
     heads: int = 4
     hidden_size: int | None = None

@@ -1,7 +1,8 @@
 """The frozen target of a run: its headers, read once, and its parameters as they are served with."""
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,15 @@ class TargetHeaders:
     def arch(self) -> ArchSpec:
         """The architecture."""
         return self.plan.net.arch
+
+    @property
+    def outside(self) -> "TargetHeaders":
+        """The same without the layers: embedding, last norm and head."""
+        inside = re.compile(r"(layers|segment)_\d+/")
+        plan, parts = self.plan, {}
+        for name in ("leaves", "rules_by_leaf"):
+            parts[name] = {path: x for path, x in getattr(plan, name).items() if not inside.match(path)}
+        return replace(self, plan=replace(plan, **parts))
 
     def load(self, mesh: Mesh | None = None) -> Model:
         """Loads the parameters; raises CheckpointError that names all missing, unknown and misshaped tensors."""

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxspec.models.apply import apply
 from jaxspec.models.draft_head import DraftHead
+from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer, embed
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.router import Routing
@@ -36,7 +37,7 @@ class Round:
 
 
 def unroll(
-    net: DraftHead,
+    net: DraftHead | Mtp,
     params: Params,
     target: tuple[Transformer, Params],
     features: Features,
@@ -49,9 +50,13 @@ def unroll(
 
     Each round reads the text's own tokens and what the round before returned, and sees the real slots and what the
     same slot drafted, as drafting does. ``target`` embeds where the head has no embedding of its own; ``remat``
-    computes each round again for its gradient.
+    computes each round again for its gradient. Of multi-token prediction the first layer runs in every round (FastMTP,
+    Cai 2025, 2509.18362), first on what it joins of the target, see ``Mtp.joins``.
     """
-    g_BTD = apply(net, params, net.spec.feature(features), method="join")
+    if isinstance(net, Mtp):
+        g_BTD = features.taps[0] if net.joins.taps else features.last_BTD
+    else:
+        g_BTD = apply(net, params, net.spec.feature(features), method="join")
     memory, done = _memory(net, batch), []
     slot_BT, run = _all_slots(batch), _round(net, target[0], remat=remat)
     for j in range(rounds):
@@ -113,18 +118,23 @@ def embedding(net: DraftHead, params: Params, target: tuple[Transformer, Params]
     return apply(net, params, token_BT, method="embed") if net.spec.own_embedding else embed(*target, token_BT)
 
 
-def _round(net: DraftHead, base: Transformer, *, remat: bool) -> Callable[..., Any]:
+def _round(net: DraftHead | Mtp, base: Transformer, *, remat: bool) -> Callable[..., Any]:
     """One round of a head."""
 
     def run(params: Params, frozen: Params, g_BXD: Array, token_BX: Array, position_BX: Array, memory: Any) -> Any:
+        if isinstance(net, Mtp):
+            inputs = Inputs(token_BX, position_BX, memory=memory[0])
+            *vectors, own = apply(net, params, 0, embed(base, frozen, token_BX), g_BXD, inputs)
+            return *vectors, (own,), ()
         embedded = embedding(net, params, (base, frozen), token_BX)
         return apply(net, params, embedded, g_BXD, Inputs(token_BX, position_BX, memory=memory), method="routed")
 
     return jax.checkpoint(run) if remat else run
 
 
-def _memory(net: DraftHead, batch: Batch) -> tuple[Any, ...]:
-    return tuple(Unrolled(batch.segment_BT) for _ in net.spec.arch.layers)
+def _memory(net: DraftHead | Mtp, batch: Batch) -> tuple[Any, ...]:
+    layers = net.arch.mtp[:1] if isinstance(net, Mtp) else net.spec.arch.layers
+    return tuple(Unrolled(batch.segment_BT) for _ in layers)
 
 
 def _all_slots(batch: Batch) -> Array:

@@ -12,6 +12,7 @@ from jaxspec.models.apply import apply
 from jaxspec.models.block_head import BlockHead
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.medusa import Medusa
+from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer, head
 from jaxspec.pytree import pytree, static
 from jaxspec.shapes import Array, Params
@@ -71,6 +72,8 @@ def _reads(net: Net, name: str) -> bool:
         return name in READS
     if isinstance(net, DraftHead):
         return name == "head_DW"
+    if isinstance(net, Mtp):
+        return False
     return name in PRODUCTS
 
 
@@ -174,6 +177,8 @@ def _logits(objective: HeadObjective, params: Params, lasts: tuple[Array, ...]) 
     net = objective.net
     if isinstance(net, Transformer):
         return head(net, params, jnp.stack(lasts))
+    if isinstance(net, Mtp):
+        return [objective.target_logits(x) for x in lasts]
     if isinstance(net, Medusa):
         lasts = tuple(apply(net, params, j, x, method="one") for j, x in enumerate(lasts))
     elif net.spec.draft_vocab:

@@ -14,7 +14,8 @@ from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
 from jaxspec.checkpoint.heads.formats import ExportFormat, Verifier, config_for, names_in
-from jaxspec.checkpoint.heads.identify import AnySpec, is_head, spec_of
+from jaxspec.checkpoint.heads.identify import AnySpec, is_head, is_prediction, spec_of
+from jaxspec.checkpoint.heads.prediction import MTP_WEIGHTS, plan_prediction, prediction_config, prediction_tensors
 from jaxspec.checkpoint.heads.tensor_names import head_rules
 from jaxspec.checkpoint.heads.tensors import HeadFiles
 from jaxspec.checkpoint.load.fill import fill
@@ -29,6 +30,7 @@ from jaxspec.models.arch import ArchSpec
 from jaxspec.models.block_head import BlockHead, BlockSpec
 from jaxspec.models.draft_head import DraftHead, HeadSpec
 from jaxspec.models.medusa import Medusa, MedusaSpec
+from jaxspec.models.mtp import Mtp
 from jaxspec.models.trained_head import Head
 from jaxspec.models.vocab import from_d2t, to_d2t, to_t2d
 from jaxspec.nn.policy import Policy, make_policy
@@ -53,9 +55,14 @@ def load_head(directory: str | Path, target: ArchSpec | None, policy: Policy, *,
     """
     plan = plan_head(directory, target, policy_on_mesh(policy, mesh))
     plan.check()
-    assert isinstance(plan.files, HeadFiles)
-    ids_W = vocabulary(plan.files, plan.net.spec)
-    return Head(plan.net, fill(plan, shardings_on(mesh, allow_replication=True)), ids_W)
+    ids_W = ids_of(plan)
+    config = read_config(Path(directory)) if isinstance(plan.net, Mtp) else None
+    return Head(plan.net, fill(plan, shardings_on(mesh, allow_replication=True)), ids_W, config)
+
+
+def ids_of(plan: LoadPlan) -> np.ndarray | None:
+    """Returns the target's ids of a planned head's draft vocabulary; see ``vocabulary``."""
+    return vocabulary(plan.files, plan.net.spec) if isinstance(plan.files, HeadFiles) else None
 
 
 def plan_head(directory: str | Path, target: ArchSpec | None, policy: Policy) -> LoadPlan:
@@ -66,7 +73,10 @@ def plan_head(directory: str | Path, target: ArchSpec | None, policy: Policy) ->
       CheckpointError: files are unreadable.
     """
     directory = Path(directory)
-    config, files = read_config(directory), HeadFiles(directory)
+    config = read_config(directory)
+    if is_prediction(config):
+        return plan_prediction(directory, target, policy)
+    files = HeadFiles(directory)
     spec = spec_of(config, files, target)
     # Heads whose feature needs no product are published with one all the same.
     bare = isinstance(spec, HeadSpec) and spec.join == "attention" and spec.feature_dim == spec.arch.model_dim
@@ -150,7 +160,11 @@ def save_head(
       ConfigError: the format cannot express the head, or the directory holds something else.
     """
     directory = Path(directory)
-    config = config_for(head.net.spec, form, _dtype_of(head), reduced=head.ids_W is not None, verifier=verifier)
+    if isinstance(head.net, Mtp):
+        config, name = prediction_config(head, form), MTP_WEIGHTS
+    else:
+        config = config_for(head.net.spec, form, _dtype_of(head), reduced=head.ids_W is not None, verifier=verifier)
+        name = WEIGHTS.get(form, "model.safetensors")
     if directory.exists() and not _may_replace(directory):
         raise ConfigError(f"{directory}: it is there already and holds no draft head; choose another directory")
     part = directory.with_name(f".{directory.name}.{os.getpid()}.part")
@@ -158,7 +172,7 @@ def save_head(
     part.mkdir(parents=True)
     try:
         (part / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        weights = part / WEIGHTS.get(form, "model.safetensors")
+        weights = part / name
         save_file(head_tensors(head, form), weights, metadata={"format": "pt"})
         weights.chmod((part / "config.json").stat().st_mode)  # safetensors writes for the owner alone
         _swap(part, directory)
@@ -167,13 +181,17 @@ def save_head(
 
 
 def in_dtype(head: Head, dtype: str) -> Head:
-    """Converts all numbers of a head to one dtype."""
+    """Converts all numbers of a head to one dtype, but for those that its family publishes in float32."""
+    if isinstance(head.net, Mtp):
+        return replace(head, net=head.net.clone(policy=head.net.policy.update(param=jnp.dtype(dtype))))
     params: Any = jax.tree.map(lambda x: np.asarray(x).astype(jnp.dtype(dtype)), head.params)
     return replace(head, params=params)
 
 
 def head_tensors(head: Head, form: ExportFormat) -> dict[str, np.ndarray]:
     """Returns every parameter under its name in a format, and the draft vocabulary."""
+    if isinstance(head.net, Mtp):
+        return prediction_tensors(head)
     spec, leaves = head.net.spec, flatten(head.params["params"])
     out: dict[str, np.ndarray] = {}
     for path, target in resolve_rules(head_rules(spec), leaves).items():

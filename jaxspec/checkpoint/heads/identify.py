@@ -22,6 +22,7 @@ AnySpec = HeadSpec | BlockSpec | MedusaSpec
 Config = Mapping[str, Any]
 
 NATIVE = "JaxspecDraftHead"
+PREDICTION = "JaxspecPrediction"
 TAPS = "eagle_aux_hidden_state_layer_ids"
 MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 SPECULATORS = ("eagle3", "peagle", *METHODS)
@@ -29,8 +30,8 @@ FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 MEDUSA_NAME = re.compile(r"\d+\.\d+\.(linear\.)?weight$")
 INSIDE = tuple(field.name for field in fields(HeadSpec) if field.name not in ("arch", "reads"))
 KNOWN = (
-    f"{NATIVE} (ours), EAGLE-1 and EAGLE-3 of SafeAILab, SpecForge, SGLang and ModelOpt, EAGLE-3 with latent "
-    f"attention, speculators ({', '.join(SPECULATORS)}), P-EAGLE, Medusa, DFlash, DFlash2 and DSpark"
+    f"{NATIVE} and {PREDICTION} (ours), EAGLE-1 and EAGLE-3 of SafeAILab, SpecForge, SGLang and ModelOpt, EAGLE-3 "
+    f"with latent attention, speculators ({', '.join(SPECULATORS)}), P-EAGLE, Medusa, DFlash, DFlash2 and DSpark"
 )
 
 
@@ -63,11 +64,18 @@ def _titles(config: Config) -> str:
     return " ".join(map(str, config.get("architectures") or ()))
 
 
+def is_prediction(config: Config) -> bool:
+    """Whether a config is that of a trained layer of multi-token prediction."""
+    return PREDICTION in _titles(config)
+
+
 def is_head(config: Config) -> bool:
     """Whether a config is that of a draft head rather than of a model."""
     titles = _titles(config)
     keys = ("speculators_model_type", "medusa_num_heads", "eagle_config", "dflash_config", "draft_vocab_size", TAPS)
-    return any(key in config for key in keys) or any(word in titles for word in (NATIVE, "Eagle", "Medusa", *TITLES))
+    return any(key in config for key in keys) or any(
+        word in titles for word in (NATIVE, PREDICTION, "Eagle", "Medusa", *TITLES)
+    )
 
 
 def spec_of(config: Config, files: HeadFiles, target: ArchSpec | None) -> AnySpec:

@@ -11,7 +11,7 @@ from jaxspec.checkpoint.files.stream import TensorFiles
 from jaxspec.checkpoint.heads.block_config import METHODS
 from jaxspec.checkpoint.heads.block_traps import BlockOfTarget, look_at_block
 from jaxspec.checkpoint.heads.deepseek_stages import is_staged
-from jaxspec.checkpoint.heads.directory import plan_head, vocabulary
+from jaxspec.checkpoint.heads.directory import ids_of, plan_head
 from jaxspec.checkpoint.heads.findings import (
     EXPORT,
     SAME,
@@ -28,6 +28,7 @@ from jaxspec.checkpoint.heads.identify import (
     HeadFormat,
     default_taps,
     head_format,
+    is_prediction,
     spec_of,
     stated_taps,
     taps_of,
@@ -95,7 +96,10 @@ def check_head(directory: Path, target: Path) -> tuple[tuple[Finding, ...], str]
       ConfigError: a config is missing, or the head's format is not known.
       CheckpointError: files are unreadable.
     """
-    config, files, arch = read_config(directory), HeadFiles(directory), arch_of(read_config(target))
+    config, arch = read_config(directory), arch_of(read_config(target))
+    if is_prediction(config):
+        return (), _refusal(directory, arch)
+    files = HeadFiles(directory)
     kind = head_format(config, tuple(files))
     if is_staged(files):  # engines take them from the target's own files, and nothing can be said in two ways
         return (), _refusal(directory, arch)
@@ -115,8 +119,7 @@ def _refusal(directory: Path, target: ArchSpec) -> str:
     try:
         plan = plan_head(directory, target, make_policy(np.float32))
         plan.check()
-        assert isinstance(plan.files, HeadFiles)
-        vocabulary(plan.files, plan.net.spec)
+        ids_of(plan)
     except (ConfigError, CheckpointError) as wrong:
         return str(wrong)
     return ""

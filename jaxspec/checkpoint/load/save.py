@@ -1,7 +1,7 @@
 """Parameters to a checkpoint directory that transformers, vLLM and llama.cpp read."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,20 @@ def export_tensors(
     Raises:
       ConfigError: weights are quantized in a way that no published layout has.
     """
-    table, leaves = known_tables()[arch.family], flatten(params["params"])
-    fixed = _fixed_dtypes(arch, dtype)
+    table, net = known_tables()[arch.family], Transformer(arch, make_policy(dtype, depth="stacked"))
+    return named_tensors(params, net, table.rules(arch), table, dtype, block)
+
+
+def named_tensors(
+    params: Params, net: Any, rules: Iterable[NameRule], table: Table, dtype: np.dtype,
+    block: tuple[int, int] = FP8_BLOCK,
+) -> dict[str, np.ndarray]:  # fmt: skip
+    """Returns the parameters of a network that ``rules`` of a table name; else as ``export_tensors``."""
+    leaves, arch = flatten(params["params"]), net.arch
+    fixed = _fixed_dtypes(net, dtype)
     out: dict[str, np.ndarray] = {}
     entries: dict[str, dict[int, np.ndarray]] = {}
-    for path, target in resolve_rules(table.rules(arch), leaves, arch).items():
+    for path, target in resolve_rules(rules, leaves, arch).items():
         leaf = _on_host(leaves[path])
         own_dtype = fixed.get(kind_of(path.split("/")), dtype)
         for index, rule in target.rules.items():
@@ -65,9 +74,9 @@ def _on_host(leaf: Any) -> Any:
     return np.asarray(leaf)
 
 
-def _fixed_dtypes(arch: ArchSpec, dtype: np.dtype) -> dict[str, np.dtype]:
+def _fixed_dtypes(net: Any, dtype: np.dtype) -> dict[str, np.dtype]:
     """Returns the dtypes of the kinds of parameters that do not have the network's own."""
-    net: Any = Transformer(arch, make_policy(dtype, depth="stacked"))
+    net = net.clone(policy=make_policy(dtype, depth="stacked"))
     dtypes = {kind_of(path.split("/")): leaf.dtype for path, leaf in flatten(abstract_params(net)).items()}
     return {kind: np.dtype(np.int64) if np.issubdtype(d, np.integer) else d for kind, d in dtypes.items() if d != dtype}
 

@@ -132,11 +132,13 @@ class Table:
     def mtp_rules(self, arch: ArchSpec, names: Container[str] = ()) -> Iterator[NameRule]:
         """Yields every rule of multi-token prediction, under ``mtp_0/``; its decoder layer's under ``mtp_0/block/``.
 
+        Families that publish none have DeepSeek's and GLM's names for what is trained here.
+
         Args:
           arch: of the model.
           names: see ``rules``.
         """
-        own = self.mtp
+        own = self.mtp if self.mtp.join or self.mtp.shared else UNPUBLISHED
         for n, layer in enumerate(arch.mtp):
             path, prefix = f"mtp_{n}/", _fill(own.prefix or self.prefix, y=len(arch.layers) + n, n=n)
             yield from _filled(own.join, path, prefix)
@@ -188,6 +190,7 @@ JOIN = (
     NameRule("join_XD", ("eh_proj.weight",), "transpose"),
 )
 LAST_NORM = NameRule("norm_D", ("final_layernorm.weight",))
+UNPUBLISHED = MtpNames((*JOIN, LAST_NORM))
 JOIN_OUTSIDE = (
     NameRule("embed_norm_D", ("mtp.pre_fc_norm_embedding.weight",)),
     NameRule("hidden_norm_D", ("mtp.pre_fc_norm_hidden.weight",)),

@@ -51,6 +51,13 @@ def test_memory_is_what_compiled_updates_take(case: tuple[str, ...]):
     assert plan.total == pytest.approx(COMPILED[case], rel=0.1)
 
 
+def test_memory_of_a_trained_layer_is_what_its_compiled_update_takes():
+    """GLM-4.5-Air's with 128 experts; --config mtp --layers 2, whose target is not counted."""
+    settings = load_run_settings("mtp", ["train.rows=1", "train.remat=true"])
+    plan = plan_memory(update_work(settings, model_config("glm-4.5-air")[1]), settings.train, None)
+    assert plan.total - plan.needed["target"] == pytest.approx(28500715020 + 21536004808, rel=0.1)
+
+
 def test_by_hand(capsys: pytest.CaptureFixture):
     """Qwen3-30B-A3B computes with 3.35 billion parameters per token, of which 0.31 are the vocabulary's."""
     found = planned(capsys, *QWEN, "--set", "train.rows=4", "--set", "train.steps=100")

@@ -301,8 +301,10 @@ def test_checkpoints_without_it(tmp_path: Path):
     save_model(tmp_path / "none", random_pair(1)[1], arch_of(none), none, np.dtype("float32"))
     with pytest.raises(ConfigError, match=r"no layers of multi-token prediction \(num_nextn_predict_layers\)"):
         LLM(tmp_path / "none", speculative_config=config, **SETTINGS)
-    with pytest.raises(ConfigError, match=r'method "mtp" takes no "model"'):
+    with pytest.raises(ConfigError, match=r"holds no trained layer of multi-token prediction; leave model out"):
         LLM(directory, speculative_config={**config, "model": str(directory)}, **SETTINGS)
+    with pytest.raises(ConfigError, match=r'method "mtp" takes no "revision"'):
+        LLM(directory, speculative_config={**config, "revision": "main"}, **SETTINGS)
     narrow = load_file(directory / "model.safetensors") | {"model.layers.1.enorm.weight": np.ones(3, np.float32)}
     save_file({**narrow, "model.layers.1.eh_proj.weight": np.ones((DIM, 2 * DIM), np.float32),
                "model.layers.1.mlp.experts.3.up_proj.weight": np.ones((8, DIM), np.float32)},

@@ -85,9 +85,9 @@ def test_losses_from_a_cache_are_those_without(place: Path, capsys: pytest.Captu
     trained = run.train(offline, place / "target")
     entries = read_metrics(place / "offline")
     assert len(entries) == 3
-    _, _, corpus, _ = run._prepare(offline, place / "target", lambda facts: None)
+    _, headers, corpus, _ = run._prepare(offline, place / "target", lambda facts: None)
     short = settings(cache=str(place / "bfloat16"))
-    kept = run._cached(short, place / "target", corpus, None, trained.run.frozen, 2, lambda facts: None)
+    kept = run._cached(short, headers, corpus, None, trained.run.frozen, 2, lambda facts: None)
     made = [next(batches(rows, seed=0, size=2)) for rows in (corpus.rows, kept)]
     params, loss_of = trained.run.init(), jax.jit(trained.run.loss_fn)
     online, close = (

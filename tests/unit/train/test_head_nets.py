@@ -1,5 +1,7 @@
 """Settings of a head become its network: defaults are the target's, and what cannot be is one error."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ from jaxspec.models.block_head import BlockHead
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.medusa import Medusa
+from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import make_policy
 from jaxspec.train.block_nets import KINDS
@@ -42,7 +45,7 @@ def zeros(initial: Any) -> Any:
 @pytest.mark.parametrize("name", sorted(p.stem for p in shipped("heads").glob("*.toml")))
 def test_every_shipped_head_fits_a_target(name: str):
     found = net_of(load_run_settings("demo", [f'head="{name}"']).head, ARCH, CONFIG, POLICY)
-    kinds = {"medusa": Medusa, "draft_model": Transformer} | dict.fromkeys(KINDS, BlockHead)
+    kinds = {"medusa": Medusa, "draft_model": Transformer, "mtp": Mtp} | dict.fromkeys(KINDS, BlockHead)
     assert isinstance(found, kinds.get(name, DraftHead))
 
 
@@ -106,6 +109,7 @@ WRONG = [
     ({"hidden_size": 32}, "hidden_size = 32 is not the target's 16"),
     ({"kind": "eagle", "hidden_size": 32}, "EAGLE-1 head continues from the target's hidden states"),
     ({"own_head": False, "draft_vocab_size": 8}, "draft_vocab_size needs own_head"),
+    ({"kind": "mtp", "layers": 2, "taps": [1]}, "everything about its layer .*; leave out layers, taps"),
     ({"kind": "peagle", "mask_token": 40}, "mask_token 40 is beyond the target's vocabulary of 40"),
 ]
 
@@ -121,6 +125,12 @@ def test_a_dense_target_has_no_experts_to_read():
     settings = HeadSettings(kind="shared_expert", commons="default")
     with pytest.raises(ConfigError, match="no layers with routed experts"):
         net_of(settings, arch_of(dense), dense, POLICY)
+
+
+def test_a_norm_that_is_the_targets_own_cannot_be_trained():
+    config = json.loads((Path(__file__).parents[2] / "golden/ernie4_5_moe/config.json").read_text())
+    with pytest.raises(ConfigError, match=r"shares model\.norm\.weight with the model itself"):
+        net_of(HeadSettings(kind="mtp"), arch_of(config), config, POLICY)
 
 
 def test_own_parts_start_as_the_targets():

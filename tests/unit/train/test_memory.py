@@ -16,6 +16,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.models.block_head import BlockHead
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead
+from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import make_policy
 from jaxspec.train import fit, memory
@@ -54,11 +55,12 @@ def small_moe() -> dict[str, Any]:
 def work_of(config: dict[str, Any], head: HeadSettings = EAGLE3, length: int = 2048, rounds: int = 7) -> UpdateWork:
     arch = arch_of(config)
     net = net_of(head, arch, config, make_policy(HALF, param=jnp.dtype("float32")))
-    assert isinstance(net, DraftHead | BlockHead)
+    assert isinstance(net, DraftHead | BlockHead | Mtp)
     params = jax.eval_shape(lambda: init_params(net, jax.random.key(0)))
     frozen = held_bytes(abstract_params(Transformer(arch, make_policy(HALF))), None)
-    sizes = 2 + 2 * net.spec.parts, frozen, held_bytes(params, None)
-    return UpdateWork(arch, net, LossSettings(rounds=rounds), length, net.spec.draft_vocab, *sizes)
+    parts, width = (0, arch.vocab_size) if isinstance(net, Mtp) else (net.spec.parts, net.spec.draft_vocab)
+    sizes = 2 + 2 * parts, frozen, held_bytes(params, None)
+    return UpdateWork(arch, net, LossSettings(rounds=rounds), length, width, *sizes)
 
 
 def allotted(work: UpdateWork, rows: int, parts: int = 1) -> int:
@@ -73,7 +75,7 @@ def allotted(work: UpdateWork, rows: int, parts: int = 1) -> int:
 
     def loss_fn(params: Any, frozen: Any, batch: Any, key: Any) -> Any:
         return head_loss(
-            frozen, params, run_teacher(frozen.target, frozen.target_params, batch, net.spec.reads), batch, key
+            frozen, params, run_teacher(frozen.target, frozen.target_params, batch, frozen.reads), batch, key
         )
 
     state: Any = (params, jax.eval_shape(optimizer.init, params), jax.ShapeDtypeStruct((), jnp.int32))
@@ -84,11 +86,15 @@ def allotted(work: UpdateWork, rows: int, parts: int = 1) -> int:
     return found.temp_size_in_bytes + found.argument_size_in_bytes
 
 
-@pytest.mark.parametrize(("kind", "experts"), [("eagle3", 0), ("dspark", 0), ("eagle3", 32), ("dspark", 16)])
+@pytest.mark.parametrize(
+    ("kind", "experts"), [("eagle3", 0), ("dspark", 0), ("mtp", 0), ("eagle3", 32), ("dspark", 16)]
+)
 def test_the_estimate_is_not_below_what_xla_allots(kind: Any, experts: int):
     block = BlockSettings(size=6, markov_rank=8, confidence="markov") if kind == "dspark" else BlockSettings()
-    chosen = experts // 4 or None
-    small = HeadSettings(kind=kind, draft_vocab_size=128, block=block, num_experts=experts, num_experts_per_tok=chosen)
+    chosen, width = experts // 4 or None, None if kind == "mtp" else 128
+    small = HeadSettings(
+        kind=kind, draft_vocab_size=width, block=block, num_experts=experts, num_experts_per_tok=chosen
+    )
     work = work_of(TINY, small, length=128, rounds=2)
     found = plan_memory(work, TrainSettings(steps=1, rows=4, micro_rows=4), None).total
     real = allotted(work, 4)

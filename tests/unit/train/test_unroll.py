@@ -105,9 +105,9 @@ def batch_of(token_BT: np.ndarray, segment_BT: np.ndarray | None = None) -> Batc
     return Batch(*(jnp.asarray(x) for x in parts))
 
 
-def drafts_of(head: Head, token_BT: np.ndarray):
+def drafts_of(head: Head, token_BT: np.ndarray, pair: tuple[Transformer, Params] | None = None):
     """Drafted tokens and their log-probabilities after the first ``LENGTH`` tokens of one text."""
-    net, params = target()
+    net, params = pair or target()
     drafter = head_drafter(head, (net, params), chain(DRAFTS), 16)
     base = Target(params, net, 16)
     state = init_state(base, drafter, 1, 40, slack=32)
