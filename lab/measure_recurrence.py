@@ -50,7 +50,9 @@ def main() -> None:
                         times[form].append(time.perf_counter() - began)
             ratio = [a / b for a, b in zip(times["steps"], times["chunks"], strict=True)]
             for form, program in programs.items():
-                temp = program.memory_analysis().temp_size_in_bytes / 2**20
+                memory = program.memory_analysis()
+                assert memory is not None, "XLA counts it on every platform that this runs on"
+                temp = memory.temp_size_in_bytes / 2**20
                 print(f"  {what:8} in {form:6} {1e3 * statistics.median(times[form]):8.1f} ms, {temp:8.1f} MiB")
             span = f"{min(ratio):.2f} to {max(ratio):.2f}"
             print(f"  {what:8} chunks {statistics.median(ratio):.2f} times ({span}) as fast")
