@@ -141,8 +141,7 @@ class LLM(RunningEngine):
         check_kinds(
             mesh=mesh, quantization=quantization, files={"expert_placement": expert_placement},
             texts={"dtype": dtype, "kernels": kernels, "expert_transport": expert_transport,
-                "kv_cache_dtype": kv_cache_dtype},
-            calls={"on_load": on_load, "on_progress": on_progress},
+                "kv_cache_dtype": kv_cache_dtype}, calls={"on_load": on_load, "on_progress": on_progress},
         )  # fmt: skip
         config, quantization = methods.parse(speculative_config), "auto" if quantization is None else quantization
         self.seed, spec = as_int("seed", seed), parse_sizes(
@@ -152,10 +151,9 @@ class LLM(RunningEngine):
             enable_return_routed_experts=enable_return_routed_experts,
         )  # fmt: skip
         use_compile_cache(wanted=compile_cache)
-        form = Form(kv_cache_dtype, recurrence)
         loaded = load_target(
-            model if isinstance(model, Model) else resolve_model(model, revision, download_dir), dtype=dtype,
-            kernels=kernels, quantization=quantization, form=form, rows=spec.rows,
+            form=Form(kv_cache_dtype, recurrence), dtype=dtype, kernels=kernels, quantization=quantization,
+            model=model if isinstance(model, Model) else resolve_model(model, revision, download_dir), rows=spec.rows,
             mesh=MeshRequest(mesh, expert_transport, expert_placement), on_load=report_to_both(on_load, on_progress),
         )  # fmt: skip
         self.model = fit_to_texts(loaded, max_model_len)
