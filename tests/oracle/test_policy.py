@@ -182,6 +182,7 @@ def test_settings_and_prompts(tmp_path: Path, target_dir: Path):
         ("objective.micro_rows=5", "micro_rows must divide per_step"),
         ("objective.clip_low=1", "clip_low between 0 and 1"),
         ("rollout.prompts=[]", "prompts is empty"),
+        ("recurrence=chunks", "set objective.check = false"),
     ):
         with pytest.raises(ConfigError, match=words):
             read_prompts(load_policy_settings("demo", [change]).rollout.prompts)

@@ -52,3 +52,15 @@ def test_served_parameters_teach_as_plain_ones(dtype: str):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 if dtype == "float32" else 0.05)
     if dtype == "float32":
         np.testing.assert_array_equal(found.expert_YBTA[0], wanted.expert_YBTA[0])
+
+
+def test_on_a_cpu_recurrent_layers_teach_in_chunks():
+    """What a hybrid teaches is near to what it teaches in steps, text by text."""
+    model = read_headers(settings_of("float32"), GOLDEN.with_name("qwen3_next")).load()
+    net: Any = model.net
+    assert net.policy.compute.recurrence == "chunks"
+    steps = net.clone(policy=net.policy.update(recurrence="steps"))
+    ours, theirs = (taught(each, model.params).features for each in (net, steps))
+    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert np.mean(np.abs(one - other)) < 1e-5 * max(float(np.max(np.abs(other))), 1.0)
+    assert any(not np.array_equal(one, other) for one, other in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True))
