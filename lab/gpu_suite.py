@@ -1,7 +1,8 @@
 """Measures kernels and real architectures on this machine's GPU and writes one JSON; one command, under 9 minutes.
 
-Sections: a correctness, b ceilings, c experts, d attention, e decoding of real architectures with random weights. The
-most telling ones run first: ceilings, one architecture, experts, attention, the other architectures, correctness. They
+Sections: a correctness, b ceilings, c experts, d attention, e decoding of real architectures with random weights, m
+experts by Mosaic GPU. The most telling ones run first: ceilings, one architecture, experts, attention, the other
+architectures, correctness; what has run on no card yet comes last. They
 run in a process of their own, so that one that crashes or hangs costs only itself; what is found is written as it is
 found. With ``--tiny`` every section runs on the CPU in interpret mode, which proves nothing but the script itself.
 """
@@ -19,8 +20,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-LETTERS = {"b": "ceilings", "e": "decoding", "c": "experts", "d": "attention", "a": "correctness"}
-WEIGHTS = {"ceilings": 2, "decoding": 10, "experts": 14, "attention": 6, "correctness": 12}  # shares of the budget
+LETTERS = {"b": "ceilings", "e": "decoding", "c": "experts", "d": "attention", "a": "correctness", "m": "mosaic"}
+WEIGHTS = {
+    "ceilings": 2,
+    "decoding": 10,
+    "experts": 14,
+    "attention": 6,
+    "correctness": 12,
+    "mosaic": 8,
+}  # shares of the budget
 MODELS = ("qwen3-30b-a3b", "gpt-oss-120b", "gpt-oss-20b", "mixtral-8x7b", "qwen2-57b-a14b")
 BUDGET_S, GRACE_S, LEAST_S, VERSION = 500.0, 20.0, 20.0, 1
 
@@ -28,7 +36,7 @@ BUDGET_S, GRACE_S, LEAST_S, VERSION = 500.0, 20.0, 20.0, 1
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Measures kernels and real architectures on this machine's GPU.")
-    parser.add_argument("--sections", default="a,b,c,d,e", help="letters, by default all")
+    parser.add_argument("--sections", default="a,b,c,d,e,m", help="letters, by default all")
     parser.add_argument("--models", default=",".join(MODELS), help="architectures of section e")
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for everything")
     parser.add_argument("--out", type=Path, default=Path("gpu_suite.json"))
@@ -84,8 +92,11 @@ def function_of(name: str) -> Callable[[Any], None]:
     from lab.gpu.correctness import correctness
     from lab.gpu.decoding import decoding
     from lab.gpu.experts import experts
+    from lab.gpu.mosaic import mosaic
 
-    known = {"attention": attention, "ceilings": ceilings, "correctness": correctness, "experts": experts}
+    known = {
+        "attention": attention, "ceilings": ceilings, "correctness": correctness, "experts": experts, "mosaic": mosaic,
+    }  # fmt: skip
     kind, _, model = name.partition(" ")
     return partial(decoding, name=model) if kind == "decoding" else known[kind]
 

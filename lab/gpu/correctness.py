@@ -27,7 +27,7 @@ from pallas_kernels.few_rows_dense.api import few_rows_dense
 from pallas_kernels.few_rows_dense.cases import Sizes as DenseSizes
 from pallas_kernels.quantized import Quantized
 from pallas_kernels.routed_experts.api import routed_experts
-from pallas_kernels.routed_experts.cases import gpt_oss
+from pallas_kernels.routed_experts.cases import Shape, gpt_oss
 from pallas_kernels.select import SlowKernelWarning
 from pallas_kernels.verify_attention.api import verify_attention
 from pallas_kernels.weight_cases import abstract_weight
@@ -67,32 +67,22 @@ def _invariant(section: Section, name: str, run: Callable[..., Any], rows: list[
 
 def _experts(section: Section, kernel: Any) -> None:
     """routed_experts by its rows, and near float64."""
-    shapes = {(name, kernel): shape for name, shape in (experts.TINY if section.tiny else experts.REAL).items()}
-    if not section.tiny:
-        plain = {name: shape for (name, _), shape in shapes.items() if shape.form == "bfloat16"}
-        shapes |= {(name, "mosaic"): shape for name, shape in plain.items()}
-    for (name, by), shape in shapes.items():
-        inputs = experts.random_inputs(replace(shape, layers=2))
-        count = 3 if section.tiny else 64
-        rows = list(inputs.rows(count)[0])
-        run = jax.jit(
-            lambda x, ids, w, stack, shape=shape, by=by: routed_experts(
-                x,
-                ids,
-                w,
-                stack,
-                activation=shape.activation,
-                dtype=shape.dtype,
-                layer=jnp.int32(1),
-                implementation=by,
-            )
-        )
-        title = f"experts {name}" if by == kernel else f"experts {name} by {by}"
-        whole = _invariant(section, title, lambda *r, run=run, i=inputs: run(*r, i.stack), rows, _prefixes(count))
-        exact = float64.routed_experts(
-            rows[0], rows[1], rows[2], inputs.stack, 1, oss=shape.activation is gpt_oss, rows=COMPARED
-        )
-        _near(section, title, whole[:COMPARED], exact)
+    for name, shape in (experts.TINY if section.tiny else experts.REAL).items():
+        check_experts(section, f"experts {name}", shape, kernel)
+
+
+def check_experts(section: Section, title: str, shape: Shape, kernel: Any) -> None:
+    """Checks that experts' rows do not depend on each other, and are near float64."""
+    inputs = experts.random_inputs(replace(shape, layers=2))
+    count = 3 if section.tiny else 64
+    rows = list(inputs.rows(count)[0])
+    how: dict[str, Any] = {"activation": shape.activation, "dtype": shape.dtype, "implementation": kernel}
+    run = jax.jit(lambda x, ids, w, stack: routed_experts(x, ids, w, stack, layer=jnp.int32(1), **how))
+    whole = _invariant(section, title, lambda *r: run(*r, inputs.stack), rows, _prefixes(count))
+    exact = float64.routed_experts(
+        rows[0], rows[1], rows[2], inputs.stack, 1, oss=shape.activation is gpt_oss, rows=COMPARED
+    )
+    _near(section, title, whole[:COMPARED], exact)
 
 
 def _dense(section: Section, kernel: Any) -> None:
@@ -192,8 +182,6 @@ def references(section: Section, kernel: Any) -> None:
             with section.attempt(name, needed_s=0 if section.tiny else 6) as go:
                 if go:
                     _case_equals_reference(section, name, case, kernel)
-                if go and case.mosaic and not section.tiny:
-                    _case_equals_reference(section, f"{name} by mosaic", case, "mosaic")
 
 
 def _case_equals_reference(section: Section, name: str, case: Case, kernel: Any) -> None:

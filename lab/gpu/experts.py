@@ -17,10 +17,10 @@ from lab.gpu.random_model import random_array, random_quantized
 from lab.gpu.report import Section
 from lab.gpu.timing import Subject, chained, interleaved, side_by_side
 from pallas_kernels.quantized import Quantized
-from pallas_kernels.routed_experts.api import mosaic_obstacles, routed_experts
+from pallas_kernels.routed_experts.api import routed_experts
 from pallas_kernels.routed_experts.cases import Shape, gpt_oss
 
-OWN, MOSAIC = "jaxspec", "jaxspec by mosaic"
+OWN = "jaxspec"
 AGREE = 2e-2  # of the largest entry: both round hidden units to bfloat16, from sums in different orders
 REAL = {
     "qwen3-30b-a3b": Shape(1, 128, 8, 2048, 768, "bfloat16"),
@@ -81,7 +81,7 @@ def experts(section: Section) -> None:
                 inputs = random_inputs(replace(shape, layers=calls))
                 for rows in WAVES[section.tiny]:
                     if section.left_s > until_s:
-                        _measure(section, name, inputs, rows)
+                        measure(section, name, inputs, rows, partial(_programs, section))
                     else:
                         section.skip(f"{name}: {rows} rows", "no time: this shape's share of the budget is spent")
 
@@ -113,16 +113,7 @@ def random_inputs(shape: Shape) -> Inputs:
 def _programs(section: Section, inputs: Inputs, rows: list[Any]) -> dict[str, Callable[[], Callable[[], Any]]]:
     """For each JAX implementation a function that compiles it and returns what launches it."""
     s = inputs.shape
-    kernel = "interpret" if section.tiny else "triton"
-
-    def own(by: Any, x: Any, choice: Any, weight: Any, layer: Any, weights: Any) -> jax.Array:
-        run = partial(routed_experts, activation=s.activation, dtype=s.dtype, implementation=by)
-        return run(x, choice, weight, weights, layer=layer)
-
-    calls = [(*r, jnp.int32(y), inputs.stack) for y, r in enumerate(rows)]
-    jobs = {OWN: partial(chained, partial(own, kernel), calls)}
-    if not section.tiny and not mosaic_obstacles(inputs.stack, s.dtype):
-        jobs[MOSAIC] = partial(chained, partial(own, "mosaic"), calls)
+    jobs = {OWN: by_kernel("interpret" if section.tiny else "triton", inputs, rows)}
     if not inputs.layers:
         return jobs
     peers: dict[str, Dot] = {"ragged_dot": xla_dot}
@@ -131,6 +122,17 @@ def _programs(section: Section, inputs: Inputs, rows: list[Any]) -> dict[str, Ca
             peers["tokamax"] = tokamax_dot()
     each = [(*r, w["gate_up_ED2F"], w["down_EFD"]) for r, w in zip(rows, inputs.layers, strict=True)]
     return jobs | {name: partial(chained, by_ragged_dot(dot, s.activation), each) for name, dot in peers.items()}
+
+
+def by_kernel(kernel: Any, inputs: Inputs, rows: list[Any]) -> Callable[[], Callable[[], Any]]:
+    """Returns what compiles ours."""
+    s = inputs.shape
+
+    def own(x: Any, choice: Any, weight: Any, layer: Any, weights: Any) -> jax.Array:
+        run = partial(routed_experts, activation=s.activation, dtype=s.dtype, implementation=kernel)
+        return run(x, choice, weight, weights, layer=layer)
+
+    return partial(chained, own, [(*r, jnp.int32(y), inputs.stack) for y, r in enumerate(rows)])
 
 
 def _torch_subject(inputs: Inputs, rows: list[Any]) -> tuple[Subject, Any]:
@@ -157,10 +159,13 @@ def _torch_subject(inputs: Inputs, rows: list[Any]) -> tuple[Subject, Any]:
     return Subject("torch and triton", replay, len(rows), there.wait), np.asarray(outs[0].cpu())
 
 
-def _measure(section: Section, model: str, inputs: Inputs, sizes: tuple[int, ...]) -> None:
-    """All implementations at several numbers of rows; programs are compiled side by side."""
+def measure(
+    section: Section, model: str, inputs: Inputs, sizes: tuple[int, ...], programs: Callable[[Inputs, list[Any]], Any],
+    *, with_torch: bool = True,
+) -> None:  # fmt: skip
+    """Measures all implementations at several numbers of rows; programs are compiled side by side."""
     rows = {count: inputs.rows(count) for count in sizes}
-    jobs = {(c, name): job for c in sizes for name, job in _programs(section, inputs, rows[c]).items()}
+    jobs = {(c, name): job for c in sizes for name, job in programs(inputs, rows[c]).items()}
     done = side_by_side(jobs)
     for count in sizes:
         with section.attempt(f"{model}: {count} rows") as go:
@@ -174,7 +179,7 @@ def _measure(section: Section, model: str, inputs: Inputs, sizes: tuple[int, ...
                     continue
                 subjects.append(Subject(name, launch, len(rows[count])))
                 results[name] = np.asarray(launch()[0], np.float32)
-            if not section.tiny and inputs.shape.form in ("bfloat16", "mxfp4"):
+            if with_torch and not section.tiny and inputs.shape.form in ("bfloat16", "mxfp4"):
                 try:
                     subject, results["torch and triton"] = _torch_subject(inputs, rows[count])
                     subjects.append(subject)

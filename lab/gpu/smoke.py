@@ -39,8 +39,6 @@ def main() -> None:
         cases = [case for case in cases_of(op) if (case.name in REAL if gpu else case.size == "tiny")]
         for case in cases if gpu else cases[:1]:
             _attempt(f"{op} {case.name}", partial(_kernel, case, "triton" if gpu else "interpret"))
-            if gpu and case.mosaic:
-                _attempt(f"{op} {case.name} by mosaic", partial(_kernel, case, "mosaic"))
     for name, config in DRAFTERS.items() if gpu else [("draft", DRAFTERS["draft"])]:
         rows, tokens = (8, 128) if gpu else (1, 8)
         _attempt(f"demo {name}", partial(_demo, config, rows, tokens))

@@ -17,7 +17,7 @@ from lab.gpu.report import Section
 from scripts.house_report import ROOT
 from tests.gpu.schema import Report, read
 
-ALL = ["ceilings", "decoding qwen3-30b-a3b", "experts", "attention", "correctness"]
+ALL = ["ceilings", "decoding qwen3-30b-a3b", "experts", "attention", "correctness", "mosaic"]
 
 
 def run(out: Path, *options: str) -> tuple[subprocess.CompletedProcess[str], Report]:
@@ -56,7 +56,7 @@ def test_without_time_everything_is_skipped_with_the_reason(tmp_path: Path):
 def test_what_says_most_runs_first():
     names = gpu_suite.names(gpu_suite.arguments(["--models", "gpt-oss-20b,mixtral-8x7b"]))
     first, other = "decoding gpt-oss-20b", "decoding mixtral-8x7b"
-    assert names == ["ceilings", first, "experts", "attention", other, "correctness"]
+    assert names == ["ceilings", first, "experts", "attention", other, "correctness", "mosaic"]
     assert gpu_suite.names(gpu_suite.arguments(["--sections", "a,c"])) == ["experts", "correctness"]
     rows, drafts = WAVES[0]
     assert (rows, drafts) == ((1, 8), (0, 3)), "a number is there once four programs are"
