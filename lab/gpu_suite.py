@@ -21,14 +21,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 LETTERS = {"b": "ceilings", "e": "decoding", "c": "experts", "d": "attention", "a": "correctness", "m": "mosaic"}
-WEIGHTS = {
-    "ceilings": 2,
-    "decoding": 10,
-    "experts": 14,
-    "attention": 6,
-    "correctness": 12,
-    "mosaic": 8,
-}  # shares of the budget
+# Shares of the budget.
+WEIGHTS = {"ceilings": 2, "decoding": 10, "experts": 14, "attention": 6, "correctness": 12, "mosaic": 8}
 MODELS = ("qwen3-30b-a3b", "gpt-oss-120b", "gpt-oss-20b", "mixtral-8x7b", "qwen2-57b-a14b")
 BUDGET_S, GRACE_S, LEAST_S, VERSION = 500.0, 20.0, 20.0, 1
 
