@@ -82,7 +82,7 @@ class LLM(RunningEngine):
         three with kernels in C on a CPU, where a C compiler can be found, else with XLA; ``triton``, ``mosaic``
         (experts by Mosaic GPU), ``native``, ``interpret`` (the GPU's as plain JAX, slow) and ``xla`` ask for one.
       recurrence: how recurrent layers read prompts: in ``steps``, in the bits of decoding, or in ``chunks`` of 64
-        positions, several times faster on long ones; ``docs/recurrent-layers.md`` says what then holds.
+        positions, faster on long ones; ``docs/recurrent-layers.md`` says by how much, and what then holds.
       mesh: devices along ``data`` (rows), ``expert`` (routed experts) and ``tensor`` (heads, hidden units, vocabulary);
         axes left out have one. None is one device. Greedy text is that of one device but for ties within the last
         bits of float32 sums, which devices add in another order.
