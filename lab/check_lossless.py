@@ -26,14 +26,14 @@ from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
 
 PLAIN = "plain"
-PIECE = 32
+PIECE = 128
 TEMPERATURE = 0.8
 Run = tuple[str, int]  # a way of decoding, and rows
 Runs = dict[Run, dict[int, dict[str, Any]]]
 
 
 def drafters(chosen: list[str], k: int, tree: list[int]) -> dict[str, dict[str, Any] | None]:
-    """Returns every way of decoding by name: plainly, and a chain and a tree of each drafter, given as JSON."""
+    """Returns every way of decoding by name: plainly, and a chain and perhaps a tree of each drafter, given as JSON."""
     ways: dict[str, dict[str, Any] | None] = {PLAIN: None}
     for text in chosen:
         config = dict(resolve_speculation(json.loads(text)) or {})
@@ -42,7 +42,8 @@ def drafters(chosen: list[str], k: int, tree: list[int]) -> dict[str, dict[str, 
             weights = b"".join(file.read_bytes() for file in sorted(Path(config["model"]).glob("*.safetensors")))
             name += f" {hashlib.sha256(weights).hexdigest()[:8]}"
         ways[f"{name} chain {k}"] = {**config, "num_speculative_tokens": k}
-        ways[f"{name} tree {'x'.join(map(str, tree))}"] = {**config, "speculative_token_tree": tree}
+        if tree:
+            ways[f"{name} tree {'x'.join(map(str, tree))}"] = {**config, "speculative_token_tree": tree}
     return ways
 
 
@@ -112,7 +113,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 1])
     parser.add_argument("--k", type=int, default=4, help="speculation length of the chains")
-    parser.add_argument("--tree", default="2,2", help="branching factors")
+    parser.add_argument("--tree", default="2,2", help="branching factors; an empty one for chains alone")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begins nothing new after them")
     return parser.parse_args()
 
@@ -120,7 +121,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     """Runs what the record has not, and prints it; returns the exit code."""
     args, began = arguments(), time.monotonic()
-    ways = drafters(args.drafter or ['{"method": "ngram"}'], args.k, [int(n) for n in args.tree.split(",")])
+    ways = drafters(args.drafter or ['{"method": "ngram"}'], args.k, [int(n) for n in args.tree.split(",") if n])
     wanted, runs, model = [(way, rows) for way in ways for rows in args.rows], read(args.record), None
     for (way, rows), numbers in missing(runs, wanted, args.requests):
         if time.monotonic() - began > 60 * args.minutes:

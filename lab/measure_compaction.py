@@ -1,4 +1,4 @@
-"""What the smaller sizes of verification are worth: CPU time of lookup, K = 4, on the demo target, and compile time.
+"""What the smaller sizes of verification are worth: CPU time of lookup, K = 4, on a model, and compile time.
 
 Three engines over the same weights run the same requests in turns: with all sizes, without packed ones, and without
 any. Pin the process to one core.
@@ -14,22 +14,21 @@ from unittest import mock
 import numpy as np
 
 from jaxspec import LLM, SamplingParams
-from jaxspec.bench.excerpts import HELD_OUT, choose, load_excerpts
+from jaxspec.bench.prompt_source import PromptSource
 from jaxspec.decode.compaction import Sizes
-from jaxspec.serve.demo_pair import demo_model_dir
 
 SMALLER: Mapping[str, Mapping[str, object]] = {
     "all": {}, "anchors alone": {"packed": ()}, "none": {"packed": (), "anchors": False},
 }  # fmt: skip
 
 
-def build(rows: int, changes: Mapping[str, object]) -> LLM:
-    """An engine whose steps know only some sizes."""
+def build(model: str, rows: int, changes: Mapping[str, object]) -> LLM:
+    """Returns an engine whose steps know only some sizes."""
     sizes_of = Sizes.of
     with mock.patch.object(Sizes, "of", lambda *args, **how: replace(sizes_of(*args, **how), **changes)):
         llm = LLM(
-            demo_model_dir("target"), speculative_config={"method": "ngram", "num_speculative_tokens": 4},
-            max_num_seqs=rows, max_model_len=256, prefill_buckets=(128,), max_logprobs=0, compile_cache=False,
+            model, speculative_config={"method": "ngram", "num_speculative_tokens": 4},
+            max_num_seqs=rows, max_model_len=512, prefill_buckets=(128,), max_logprobs=0, compile_cache=False,
         )  # fmt: skip
         llm.finish_compiling()
         return llm
@@ -38,6 +37,8 @@ def build(rows: int, changes: Mapping[str, object]) -> LLM:
 def main() -> None:
     """Reads the command line, measures and prints."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--model", default="smollm2-moe")
+    parser.add_argument("--workload", default="code")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
@@ -45,11 +46,12 @@ def main() -> None:
     llms = {}
     for name, changes in SMALLER.items():
         began = time.process_time()
-        llms[name] = build(args.rows, changes)
+        llms[name] = build(args.model, args.rows, changes)
         program = llms[name].engine.programs.programs["dispatch", llms[name].engine.drafter.topology]
         text = program.as_text()
         print(f"{name}: start {time.process_time() - began:.1f} CPU-s, dispatch {len(text) / 1e6:.2f} MB of HLO")
-    prompts = [excerpt.prompt for excerpt in choose(load_excerpts(HELD_OUT), 16)]
+    source = PromptSource(llms["all"].text, llms["all"].model.net.arch.vocab_size)
+    prompts = [{"prompt_token_ids": ids} for ids in source.prompts(args.workload, 16, seed=0)]
     for temperature in (0.0, 1.0):
         params = SamplingParams(temperature=temperature, seed=1, max_tokens=args.tokens, ignore_eos=True)
         times_s: dict[str, list[float]] = {name: [] for name in llms}

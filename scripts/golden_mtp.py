@@ -155,7 +155,13 @@ def add_mtp(golden: Golden, tensors: Tensors) -> Tensors:
             more[name] = tensors["lm_head.weight" if "head" in name else "model.embed_tokens.weight"].clone()
         if names.head:
             more[names.head] = product(COMMON["vocab_size"], dim)
-    return tensors | {name: x.bfloat16().float() for name, x in more.items()}
+    return tensors | {name: shortened(x) for name, x in more.items()}
+
+
+def shortened(x: torch.Tensor) -> torch.Tensor:
+    """Rounds to four significant bits, which every published dtype has, so that git holds few bits per weight."""
+    fraction, power = torch.frexp(x)
+    return torch.ldexp(torch.round(16 * fraction) / 16, power)
 
 
 def norm_offset(golden: Golden) -> float:

@@ -20,7 +20,7 @@ from golden_files import pack_golden
 from golden_hybrids import HYBRIDS
 from golden_models import COMMON, DEPTH, GOLDENS, Golden
 from golden_moe import EXPERTS
-from golden_mtp import add_mtp, layers_after, mtp_reference
+from golden_mtp import add_mtp, layers_after, mtp_reference, shortened
 from safetensors.torch import load_file, save_file
 
 ROWS, LENGTH, NEW, PROMPT = 2, 24, 24, 12
@@ -65,14 +65,14 @@ def build(golden: Golden, layers: int) -> torch.nn.Module:
 
 
 def published_tensors(model: torch.nn.Module, golden: Golden) -> Tensors:
-    """Every weight under its published name, rounded to the numbers that its published dtype has."""
+    """Every weight under its published name, as a number that its published dtype has."""
     if golden.config["model_type"] == "deepseek_v4":
         tensors = dict(deepseek_v4_tensors(model))
     else:
         with tempfile.TemporaryDirectory() as directory:
             model.save_pretrained(directory)
             tensors = load_file(Path(directory) / "model.safetensors")
-    return {name: x if is_exact(name, x) else x.bfloat16().float() for name, x in tensors.items()}
+    return {name: x if is_exact(name, x) else shortened(x.float()) for name, x in tensors.items()}
 
 
 def is_exact(name: str, x: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
+from jaxspec.aot.head_programs import KINDS, drafter_of
 from jaxspec.checkpoint.load.load_plan import LoadPlan, make_plan
 from jaxspec.checkpoint.load.places import unflatten
 from jaxspec.checkpoint.load.release import release_files
@@ -79,11 +80,11 @@ class Program:
 
 
 def programs(setting: ProgramSettings, names: tuple[str, ...] = ()) -> dict[str, Program]:
-    """Returns programs by name: ``plain``, one per possible drafter (``ngram``, ``mtp``), and ``prefill``.
+    """Returns programs by name: ``plain``, one per drafter, and ``prefill``.
 
     Args:
       setting: shapes.
-      names: of the programs; all by default.
+      names: of the programs; by default all but those of heads, which are named as in ``configs/heads``.
 
     Raises:
       ConfigError: the config is not supported, or has no such program.
@@ -95,9 +96,12 @@ def programs(setting: ProgramSettings, names: tuple[str, ...] = ()) -> dict[str,
         if method != "mtp" or prediction is not None:
             drafters[method] = methods.build(asked, (target.net, target.params), BLOCK, prediction)
     known = (*drafters, "prefill")
-    unknown = sorted(set(names) - set(known))
+    unknown = sorted(set(names) - {*known, *KINDS})
     if unknown:
-        raise ConfigError(f"programs {', '.join(unknown)} are not known for this model; known are {', '.join(known)}")
+        raise ConfigError(
+            f"programs {', '.join(unknown)} are not known for this model; known are {', '.join((*known, *KINDS))}"
+        )
+    drafters |= {name: drafter_of(name, target, setting.config, setting.drafts) for name in names if name in KINDS}
     made = {name: _step(setting, target, drafter) for name, drafter in drafters.items()}
     made["prefill"] = _prefill(setting, target, drafters["mtp" if prediction else "ngram"])
     return {name: made[name] for name in names or known}

@@ -26,7 +26,6 @@ from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
 from jaxspec.topology import PLAIN as PLAIN_ARM
 
-LEAST_BUCKET, MOST_BUCKET = 32, 1024
 Peers = Callable[[EnginePoint, int], tuple[list[PeerSession], list[Skipped]]]
 
 
@@ -57,7 +56,6 @@ class Sweep:
       peers: opens the other engines that take part in a closed greedy point, for (engine, capacity).
       callbacks: called back.
       model: target, None until the first engine has loaded it.
-      longest: longest prompt in tokens.
       capacity: longest text in tokens.
     """
 
@@ -70,7 +68,7 @@ class Sweep:
     def __post_init__(self) -> None:
         self.arch: ArchSpec = arch_of(read_config(self.directory))
         self.source = PromptSource(Text.load(self.directory), self.arch.vocab_size, self.grid.files)
-        self.longest, self.capacity = self._lengths()
+        self.capacity = self._longest()
         self.model: Model | None = None
 
     def prompts(self, engine: EnginePoint, scenario: Scenario) -> list[list[int]]:
@@ -78,17 +76,10 @@ class Sweep:
         count = self.grid.count(engine.rows)
         return self.source.prompts(scenario.workload, count, self.grid.seed, scenario.input_tokens)
 
-    def _lengths(self) -> tuple[int, int]:
-        """Returns the longest prompt and the longest text of the whole sweep, in tokens."""
+    def _longest(self) -> int:
+        """Returns the longest text of the whole sweep, in tokens."""
         widest = EnginePoint(max(self.grid.rows), None, 0)
-        longest = [(max(map(len, self.prompts(widest, s))), s.output_tokens) for s in self.grid.scenarios()]
-        return max(prompt for prompt, _ in longest), max(prompt + output for prompt, output in longest)
-
-    @property
-    def chunk(self) -> int:
-        """Prompt tokens that are read at a time by default: all of the longest prompt but its last."""
-        size = min(max(self.longest - 1, LEAST_BUCKET), MOST_BUCKET)
-        return 1 << (size - 1).bit_length()
+        return max(max(map(len, self.prompts(widest, s))) + s.output_tokens for s in self.grid.scenarios())
 
     def run(self) -> None:
         """Measures every point; what cannot be measured is reported as skipped, and the rest goes on."""
@@ -119,7 +110,6 @@ class Sweep:
     def open(self, engine: EnginePoint) -> LLM:
         """Builds an engine; the weights of the target are loaded once."""
         settings = dict(self.engine)
-        settings.setdefault("prefill_buckets", (self.chunk,))
         settings.setdefault("enable_prefix_caching", False)  # rounds repeat prompts, and peers read them again, too
         config = None
         if engine.drafter is not None:

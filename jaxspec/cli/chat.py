@@ -94,7 +94,7 @@ def load(args: ChatArgs) -> LLM:
     longest = args.max_model_len or min(arch_of(read_config(model)).max_position, 4096)
     return load_llm(
         model, speculative_config=speculative, dtype=args.dtype, max_model_len=longest, max_num_seqs=1, max_logprobs=0,
-        quantization=args.quantization, prefill_buckets=(128,),
+        quantization=args.quantization,
     )  # fmt: skip
 
 

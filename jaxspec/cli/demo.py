@@ -94,7 +94,7 @@ def engine(plan: DemoPlan, model: Any, speculative: dict[str, Any] | None, **key
     longest = min(LONGEST, arch_of(read_config(plan.model)).max_position)
     return LLM(
         model, speculative_config=speculative, max_model_len=longest, max_num_seqs=1, max_logprobs=0,
-        prefill_buckets=(128,), **keywords,
+        prefill_buckets=(32,), **keywords,
     )  # fmt: skip
 
 

@@ -48,7 +48,8 @@ class InspectArgs:
       rows: Batch slots; with --balance verifications per batch.
       capacity: Longest text in tokens.
       topology: Drafted tokens K.
-      programs: Which of plain, ngram, mtp and prefill; by default all that the model has.
+      programs: Which of plain, ngram, mtp, prefill, and heads as configs/heads names them (eagle3, dflash, ...), made
+        for this model; by default all that the model has itself.
       xla_only: Compile without our kernels.
       color: Color on a terminal.
     """
@@ -79,7 +80,7 @@ class InspectArgs:
     rows: int = 4
     capacity: int = 4096
     topology: int = 3
-    programs: tuple[Literal["plain", "ngram", "mtp", "prefill"], ...] = ()
+    programs: tuple[str, ...] = ()
     xla_only: bool = False
     color: bool = True
     balance: BalanceFlags = field(default_factory=BalanceFlags)

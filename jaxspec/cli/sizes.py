@@ -29,7 +29,8 @@ class SizesArgs:
       rows: Batch slots of all devices together.
       context: Longest text in tokens.
       topology: Drafted tokens K.
-      programs: Which of plain, ngram, mtp and prefill; by default plain, prefill, and mtp where there is one.
+      programs: Which of plain, ngram, mtp, prefill, and heads as configs/heads names them (eagle3, dflash, ...), made
+        for this model; by default plain, prefill, and mtp where there is one.
       train: A training config, a name in configs/train or a TOML file: compile an update of its head instead. Rows,
         context, topology and transport are then its own.
       set: A value that differs from that config's, such as train.micro_rows=1; may come again.
@@ -55,7 +56,7 @@ class SizesArgs:
     rows: int = 64
     context: int = 8192
     topology: int = 5
-    programs: tuple[Literal["plain", "ngram", "mtp", "prefill"], ...] = ()
+    programs: tuple[str, ...] = ()
     train: str | None = None
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     quantization: Literal["auto", "fp8", "int8"] = "auto"

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +39,7 @@ NOTIFY_EVERY_S = 10.0
 NAMES = {"float32": "F32", "bfloat16": "BF16", "uint16": "U16", "uint8": "U8"}
 E4M3 = np.dtype(FLOAT8)
 SCALE = ".scale"
+BEGINS = "last.begins"  # of a row's vectors among a file's, where prompts are left out
 UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
 RUN_TEACHER = LazyJit(run_teacher, static_argnums=(0, 3, 4))
 
@@ -47,7 +48,8 @@ RUN_TEACHER = LazyJit(run_teacher, static_argnums=(0, 3, 4))
 class Teacher:
     """The target as it fills a cache: what is read of it, the cached dtype, and B rows at a time.
 
-    Where nothing is to be filled in, shapes and dtypes of its parameters are enough.
+    Where nothing is to be filled in, shapes and dtypes of its parameters are enough. Without ``whole_last`` its last
+    hidden states are kept where they predict trained tokens alone, the only ones whose logits count.
     """
 
     net: Transformer
@@ -57,6 +59,7 @@ class Teacher:
     dtype: str
     rows: int
     mesh: Mesh | None = None
+    whole_last: bool = True
 
     def __call__(self, rows: PackedRows, numbers: range) -> dict[str, Array]:
         """Computes the features of some rows, [B, T, ...] each; fewer than B rows are padded with the last one."""
@@ -111,7 +114,10 @@ class FeatureRows:
         shapes = jax.eval_shape(lambda params: replace(teacher, params=params)(rows, range(1)), teacher.params)
         self._shapes = {name: (x.shape[1:], NAMES[x.dtype.name]) for name, x in shapes.items()}
         self._row_bytes = sum(int(np.prod(x.shape[1:])) * x.dtype.itemsize for x in shapes.values())
+        self._vector_bytes = shapes["last"].dtype.itemsize * shapes["last"].shape[-1]
+        self._whole_last = teacher.whole_last
         identity = {**identity, "dtype": teacher.dtype, "routing": list(teacher.routing)}
+        identity["last"] = "everywhere" if teacher.whole_last else "before trained tokens"
         identity |= {"taps": list(teacher.reads.taps), "commons": list(teacher.reads.shared_outputs)}
         batches = max(shard_bytes // (self._row_bytes * teacher.rows), 1)
         with _written(directory), _locked(directory, notify):
@@ -131,10 +137,13 @@ class FeatureRows:
     def __getitem__(self, index: int) -> Row:
         """Returns the arrays of a row, [T, ...] each; raises JaxspecError if its file cannot be read any more."""
         shard, place = divmod(index, self._per_shard)
-        file = self._file(shard)
+        file, row = self._file(shard), self.rows[index]
         try:
             with safe_open(file, "np") as stored:
-                arrays = {name: stored.get_slice(name)[place] for name in self._shapes}
+                arrays = {name: stored.get_slice(name)[place] for name in self._streams}
+                if not self._whole_last:
+                    begin, end = stored.get_slice(BEGINS)[place : place + 2].tolist()
+                    arrays["last"] = self._spread(stored.get_slice("last")[begin:end], row)
         except (OSError, SafetensorError) as error:
             raise JaxspecError(f"{file}: cannot be read ({error}); run the same command again to write it") from error
         # No head reads the stream before the final norm, so none is cached.
@@ -145,7 +154,18 @@ class FeatureRows:
             tuple(arrays[f"common_{y}"] for y in self._reads.shared_outputs),
         )  # fmt: skip
         experts = tuple(arrays[f"expert_{y}"] for y in self._routing)
-        return {**self.rows[index], "cached": TeacherOutput(features, experts)}
+        return {**row, "cached": TeacherOutput(features, experts)}
+
+    @property
+    def _streams(self) -> list[str]:
+        """The arrays of which every row has as many numbers."""
+        return [name for name in self._shapes if self._whole_last or name != "last"]
+
+    def _spread(self, last_XD: np.ndarray, row: Row) -> np.ndarray:
+        """Puts vectors to the positions that they are of, [T, D]; the others are zeros."""
+        last_TD = np.zeros(self._shapes["last"][0], last_XD.dtype)
+        last_TD[predicts(row)] = last_XD
+        return last_TD
 
     def _file(self, shard: int) -> Path:
         return self.directory / file_name(shard)
@@ -161,6 +181,9 @@ class FeatureRows:
         for shard in sorted({*shards} - {*missing}):
             count = len(self._numbers(shard))
             expected = {name: ([count, *shape], kind) for name, (shape, kind) in self._shapes.items()}
+            if not self._whole_last:
+                (_, width), kind = self._shapes["last"]
+                expected |= {"last": ([self._vectors(shard), width], kind), BEGINS: ([count + 1], "I64")}
             try:
                 with safe_open(self._file(shard), "np") as file:
                     slices = {name: file.get_slice(name) for name in expected}
@@ -172,14 +195,22 @@ class FeatureRows:
                 raise ConfigError(f"{self._file(shard)}: damaged ({why}); remove it and run the same command again")
         return missing
 
+    def _vectors(self, shard: int) -> int:
+        """Returns how many last hidden states a file has without those of prompts."""
+        return sum(int(predicts(self.rows[n]).sum()) for n in self._numbers(shard))
+
+    def _bytes(self, shards: Iterable[int]) -> int:
+        """Returns the size of files."""
+        rows = sum(len(self._numbers(shard)) for shard in shards)
+        left_out = 0 if self._whole_last else rows * self.rows.length - sum(map(self._vectors, shards))
+        return rows * self._row_bytes - left_out * self._vector_bytes
+
     def _estimate(self, missing: list[int], notify: Notify) -> None:
         """Reports the size, and refuses what does not fit on the disk."""
-        needed = sum(len(self._numbers(shard)) for shard in missing) * self._row_bytes
+        whole, needed = self._bytes(range(-(-len(self) // self._per_shard))), self._bytes(missing)
         free = shutil.disk_usage(self.directory).free
-        size = (
-            f"{len(self)} rows x {self.rows.length} tokens x {self._row_bytes // self.rows.length:,} bytes = "
-            f"{_size(len(self) * self._row_bytes)}"
-        )
+        positions = len(self) * self.rows.length
+        size = f"{len(self)} rows x {self.rows.length} tokens x {whole // positions:,} bytes = {_size(whole)}"
         notify({"feature cache": f"{size} in {self.directory}, {_size(needed)} to write, {_size(free)} free"})
         if needed > free:
             raise JaxspecError(
@@ -198,16 +229,27 @@ class FeatureRows:
         total, done, notified = sum(len(self._numbers(shard)) for shard in missing), 0, time.monotonic()
         for shard in missing:
             numbers = self._numbers(shard)
-            parts: list[dict[str, np.ndarray]] = []
+            parts, counts = list[dict[str, np.ndarray]](), [np.zeros(1, np.int64)]
             for first in range(0, len(numbers), teacher.rows):
                 some = numbers[first : first + teacher.rows]
                 arrays = jax.device_get(teacher(self.rows, some))
                 parts.append({name: x[: len(some)] for name, x in arrays.items()})
+                if not self._whole_last:
+                    predicts_BT = np.stack([predicts(self.rows[n]) for n in some])
+                    counts.append(predicts_BT.sum(1))
+                    parts[-1]["last"] = parts[-1]["last"][predicts_BT]
                 done += len(some)
                 if time.monotonic() - notified >= NOTIFY_EVERY_S:
                     notified = time.monotonic()
                     notify({"features": f"{done}/{total} rows"})
-            _save({name: np.concatenate([part[name] for part in parts]) for name in self._shapes}, self._file(shard))
+            begins = {} if self._whole_last else {BEGINS: np.cumsum(np.concatenate(counts))}
+            together = {name: np.concatenate([part[name] for part in parts]) for name in self._shapes}
+            _save(together | begins, self._file(shard))
+
+
+def predicts(row: Row) -> np.ndarray:
+    """Returns the positions before trained tokens, bool [T]."""
+    return np.append(row["loss_BT"][1:], False)
 
 
 def is_complete(directory: Path, rows: PackedRows) -> bool:

@@ -72,6 +72,15 @@ class HeadObjective:
         return self.net.spec.reads if isinstance(self.net, DraftHead | BlockHead) else NO_CAPTURE
 
     @property
+    def reads_last(self) -> bool:
+        """Whether the target's last hidden states are read for more than the logits of trained tokens."""
+        if isinstance(self.net, Mtp):
+            return not self.net.joins.taps
+        if isinstance(self.net, DraftHead):
+            return self.net.spec.last or self.loss.feature > 0
+        return isinstance(self.net, Medusa)
+
+    @property
     def routing(self) -> tuple[int, ...]:
         """Expert layers whose choices it is trained on."""
         return self.net.spec.routing if isinstance(self.net, DraftHead) else ()

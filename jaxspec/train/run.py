@@ -136,7 +136,7 @@ def _cached(
     if net.arch != target.arch:  # only shapes matter, of a network that reads parameters as files have them
         net = target.plan.net.clone(policy=target.plan.net.policy.update(kernels="xla"))
         params: Params = {"params": unflatten(target.plan.leaves)}
-    teacher = Teacher(net, params, o.reads, o.routing, dtype, rows, mesh)
+    teacher = Teacher(net, params, o.reads, o.routing, dtype, rows, mesh, o.reads_last)
     identity = {
         "target": fingerprint(target.plan.directory),
         "target_dtype": settings.train.target_dtype,

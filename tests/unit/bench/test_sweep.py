@@ -5,11 +5,14 @@ import io
 import itertools
 import math
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from jaxspec.bench import pictures
+from jaxspec.bench import sweep as sweep_module
 from jaxspec.bench.grid import DrafterChoice, EnginePoint, Grid, default_grid
 from jaxspec.bench.measure import Run, Trace
 from jaxspec.bench.record import Skipped, SweepCell, load, save
@@ -83,12 +86,14 @@ def test_cells_hold_together(found: tuple):
         assert e.texts == 4
 
 
-@pytest.mark.parametrize(("prompts", "chunk"), [((6, 65), 64), pytest.param((66,), 128, marks=pytest.mark.slow)])
-def test_chunks_fit_the_longest_prompt(model: Path, prompts: tuple[int, ...], chunk: int):
-    """Padding is computed, too: on a CPU twice the chunk made a prompt 1.5 times as slow to read."""
-    grid = Grid((NGRAM,), (2,), (2,), (0.0,), input_tokens=prompts, output_tokens=(20,), workloads=("random",))
-    sweep = Sweep(model, grid)
-    assert (sweep.longest, sweep.capacity, sweep.chunk) == (max(prompts), max(prompts) + 20, chunk)
+def test_prompts_are_read_as_by_default_and_texts_have_room(model: Path, monkeypatch: pytest.MonkeyPatch):
+    """Chunks as long as the longest prompt of a sweep made every short one as slow to read."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(sweep_module, "LLM", lambda model, **settings: given.update(settings) or mock.MagicMock())
+    grid = Grid((NGRAM,), (2,), (2,), (0.0,), input_tokens=(6, 65), output_tokens=(20,), workloads=("random",))
+    Sweep(model, grid).open(grid.engines()[0])
+    assert given["max_model_len"] == 85
+    assert "prefill_buckets" not in given
 
 
 def test_requests_of_one_workload_may_differ(model: Path):

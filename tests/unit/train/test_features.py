@@ -99,6 +99,35 @@ def test_losses_from_a_cache_are_those_without(place: Path, capsys: pytest.Captu
     assert close != entries[0]["loss"]
 
 
+HEADS = {
+    "eagle3": 'kind="eagle3", draft_vocab_size=20',
+    "peagle": 'kind="peagle", draft_vocab_size=20',
+    "dspark": 'kind="dspark", own_head=false, block={size=3, markov_rank=2}',
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_what_predicts_no_trained_token_is_left_out_and_changes_nothing(
+    place: Path, kind: str, capsys: pytest.CaptureFixture[str]
+):
+    """Heads that read taps need last hidden states for the logits of trained tokens alone."""
+    changes = [f"head={{{HEADS[kind]}}}", f"features.cache={place / kind}", "features.dtype=float32", "train.steps=1"]
+    settings = load_run_settings(str(place / "run.toml"), changes, str(place / f"run-{kind}"))
+    trained = run.train(settings, place / "target")
+    _, headers, corpus, _ = run._prepare(settings, place / "target", lambda facts: None)
+    kept = run._cached(settings, headers, corpus, None, trained.run.frozen, 2, lambda facts: None)
+    for number, row in enumerate(corpus.rows[n] for n in range(len(kept))):
+        there_T = np.any(kept[number]["cached"].features.last_BTD != 0, axis=-1)
+        np.testing.assert_array_equal(there_T, [*row["loss_BT"][1:], False])
+    params, loss_of = trained.run.init(), jax.jit(trained.run.loss_fn)
+    made = [next(batches(rows, seed=0, size=2)) for rows in (corpus.rows, kept)]
+    (online, said), (cached, again) = (
+        loss_of(params, trained.run.frozen, jax.tree.map(lambda x: x[0], batch), jax.random.key(0)) for batch in made
+    )
+    assert float(cached) == pytest.approx(float(online), rel=1e-6)
+    assert jax.tree.map(float, again) == pytest.approx(jax.tree.map(float, said), rel=1e-6)
+
+
 def test_features_only_writes_what_training_reads(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
