@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from jaxspec.aot import process
+from jaxspec.aot.head_programs import KINDS
 from jaxspec.errors import ConfigError
 from scripts.house_report import ROOT
 
@@ -71,6 +72,27 @@ def test_plain_decoding_has_every_kernel():
     assert found["launches"]["by_group"]["experts"] == 3 * 24, "route, gate and up, down"
     assert found["graphs"]["host_waits"] == 1, "once per step, for the loop over steps: truncation has none"
     assert "sort" not in found["kernels"]
+
+
+# Attention kernels: two layers of the target; three rounds of a layer, five layers over a block, four layers that
+# observe and draft on masks at once, or two layers of a draft model that draft three times and observe.
+HEADS = {
+    "eagle": 5, "eagle3": 5, "shared_expert": 5, "medusa": 2, "peagle": 10, "dflash": 7, "dflash2": 7, "dspark": 7,
+    "draft_model": 10,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_step_with_a_head_of_true_size_copies_no_weight_and_waits_once(kind: str):
+    assert set(HEADS) == set(KINDS)
+    found = compiled("qwen3-30b-a3b", kind, layers=2)
+    assert weight_or_cache_copies(found) == []
+    assert found["graphs"]["host_waits"] == 1
+    assert found["launches"]["per_turn"] == 0
+    assert found["bytes"]["temp"] < 64 * MIB
+    assert found["kernels"]["verify_attention"] == HEADS[kind]
+    assert {kernel: size for kernel, size in found["spills"].items() if kernel in found["shared_bytes"]} == {}
 
 
 @pytest.mark.slow
