@@ -6,7 +6,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -26,6 +25,7 @@ from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
 from jaxspec.topology import chain
 from tests.oracle.test_families_lossless import GOLDENS
+from tests.random_params import random_params
 
 ROWS, TOKENS = 4, 10
 SETTINGS: dict[str, Any] = {
@@ -157,7 +157,7 @@ def test_a_head_has_its_experts_where_the_target_has_its(tmp_path: Path, transpo
     config = json.loads((GOLDENS[FAMILY] / "config.json").read_text())
     own = layers_of(config | {"num_hidden_layers": 1, "num_experts": 4, "norm_topk_prob": True})
     net = DraftHead(HeadSpec(own, own.model_dim, CaptureSpec(taps=(0, 1))), make_policy("float32"))
-    save_head(Head(net, net.initial(jax.random.key(0)), None), tmp_path / "head")
+    save_head(Head(net, random_params(net, 0), None), tmp_path / "head")
     speculation = {"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": 2}
     llm = LLM(
         GOLDENS[FAMILY], **SETTINGS, mesh={"data": 2, "expert": 2}, speculative_config=speculation,

@@ -21,7 +21,7 @@ from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.apply import apply
 from jaxspec.models.block import Block
 from jaxspec.models.block_head import BlockLayer
-from jaxspec.models.transformer import features_of, forward, head
+from jaxspec.models.transformer import head
 from jaxspec.nn.anchored import Anchored, BlockView
 from jaxspec.nn.block_one_key import BlockOneKey
 from jaxspec.nn.inputs import Inputs
@@ -37,6 +37,8 @@ from jaxspec.train.head_start import make_initial_head
 from jaxspec.train.objective import HeadObjective
 from jaxspec.train.settings import HeadSettings, LossSettings
 from jaxspec.train.teacher import run_teacher
+from tests.contract.tiny_drafters import features_for
+from tests.oracle.conftest import SharedPrograms
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "deepseek_v4"
 EXACT = make_policy("float32")
@@ -169,11 +171,12 @@ def test_a_row_that_is_alone_goes_through_a_layer_of_the_target(place: Path):
     own, rng = head.params["params"]["layers_1"], np.random.default_rng(1)
     x = jnp.asarray(rng.normal(size=(1, 1, 2, 32)), jnp.float32)
     zero = jnp.zeros((1, 1), jnp.int32)
-    wanted = Block(layer, arch, EXACT).apply({"params": own}, x, Inputs(zero, zero)).x
+    wanted = jax.jit(lambda own, x: Block(layer, arch, EXACT).apply({"params": own}, x, Inputs(zero, zero)).x)(own, x)
     spec = head.net.spec
     text = Anchored(zero, zero, (jnp.ones((1, 1, 1, 16)),) * 2, size=1)
-    found = BlockLayer(layer, spec.views[0], spec, EXACT).apply({"params": own}, x, Inputs(zero, zero, memory=text))[0]
-    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    net, inputs = BlockLayer(layer, spec.views[0], spec, EXACT), Inputs(zero, zero, memory=text)
+    alone = jax.jit(lambda own, x: net.apply({"params": own}, x, inputs)[0])(own, x)
+    np.testing.assert_allclose(alone, wanted, atol=1e-5)
 
 
 def test_attention_sees_the_window_before_the_anchor_and_the_whole_block(place: Path):
@@ -186,8 +189,13 @@ def test_attention_sees_the_window_before_the_anchor_and_the_whole_block(place: 
     row_S = anchor + jnp.arange(SIZE, dtype=jnp.int32)[None]
     net = BlockOneKey(spec, BlockView(8, from_anchor=True), 32, 1e-6, EXACT)
     memory: Any = Anchored(jnp.ones((1, LENGTH), jnp.int32), jnp.full((1, 1), anchor, jnp.int32), size=SIZE)
-    memory = net.apply({"params": own}, c, Inputs(place_T, place_T, memory=memory), method="observe")
-    found = net.apply({"params": own}, x, Inputs(row_S, row_S, memory=memory))[0]
+
+    @jax.jit
+    def attend(own: Any, c: Any, x: Any) -> Any:
+        seen = net.apply({"params": own}, c, Inputs(place_T, place_T, memory=memory), method="observe")
+        return net.apply({"params": own}, x, Inputs(row_S, row_S, memory=seen))[0]
+
+    found = attend(own, c, x)
 
     w: Any = {name: np.asarray(leaf, np.float64) for name, leaf in own.items()}
 
@@ -219,9 +227,8 @@ def test_attention_sees_the_window_before_the_anchor_and_the_whole_block(place: 
 
 def test_taps_are_the_mean_of_the_streams(place: Path):
     net, params = (model := loaded(place)[0]).net, model.params
-    token = jnp.asarray(np.random.default_rng(3).integers(1, 90, (1, 6)), jnp.int32)
-    at = jnp.arange(6, dtype=jnp.int32)[None]
-    features = features_of(forward(net, params, Inputs(token, at, reads=CaptureSpec(taps=(0, 4)))))
+    token = np.random.default_rng(3).integers(1, 90, (1, 6)).astype(np.int32)
+    features = features_for(net, params, token, CaptureSpec(taps=(0, 4)))
     np.testing.assert_allclose(features.taps[1], np.asarray(features.stream).mean(axis=2), atol=1e-6)
     assert features.taps[0].shape == (1, 6, 32)
 
@@ -246,24 +253,30 @@ def test_drafts_from_the_cache_are_those_of_whole_texts(place: Path):
     ones = jnp.ones(token_BT.shape, jnp.int32)
     at = jnp.broadcast_to(jnp.arange(token_BT.shape[1], dtype=jnp.int32), token_BT.shape)
     batch = Batch(jnp.asarray(token_BT), ones, at, ones > 0)
-    objective = HeadObjective(params, None, net, made.net, LossSettings())
-    teacher = run_teacher(net, params, batch, spec.reads)
-    last, _ = run_blocks(objective, made.net, made.params, teacher, batch, jnp.full((1, 1), LENGTH - 1, jnp.int32))
-    before = jnp.asarray(token_BT[None, :, LENGTH - 1 : -1])
-    e = apply(made.net, made.params, before, method="markov_embed")
-    logits = head(net, params, apply(made.net, made.params, last, method="normed"))
-    logits += apply(made.net, made.params, e, method="markov_bias")
-    np.testing.assert_allclose(proposal.logp_BNV[0], jax.nn.log_softmax(logits)[0, 0], atol=2e-4)
-    sure = jax.nn.sigmoid(apply(made.net, made.params, last, e, method="confidence"))[0, 0]
+
+    @jax.jit
+    def read(params: Any, own: Any, batch: Batch) -> Any:
+        objective = HeadObjective(params, None, net, made.net, LossSettings())
+        teacher = run_teacher(net, params, batch, spec.reads)
+        last, _ = run_blocks(objective, made.net, own, teacher, batch, jnp.full((1, 1), LENGTH - 1, jnp.int32))
+        e = apply(made.net, own, batch.token_BT[None, :, LENGTH - 1 : -1], method="markov_embed")
+        logits = head(net, params, apply(made.net, own, last, method="normed"))
+        logits += apply(made.net, own, e, method="markov_bias")
+        sure = jax.nn.sigmoid(apply(made.net, own, last, e, method="confidence"))
+        return jax.nn.log_softmax(logits)[0, 0], sure[0, 0]
+
+    logp, sure = read(params, made.params, batch)
+    np.testing.assert_allclose(proposal.logp_BNV[0], logp, atol=2e-4)
     assert np.ptp(sure) > 1e-4
 
 
-def test_drafts_change_no_text(place: Path):
+def test_drafts_change_no_text(place: Path, monkeypatch: pytest.MonkeyPatch):
     """Chains alone: the target's attention pools consecutive positions, which the branches of a tree are not."""
+    monkeypatch.setattr("jaxspec.serve.engine.Programs", SharedPrograms)
     rng = np.random.default_rng(5)
     prompts = [rng.integers(1, 90, n).tolist() for n in (3, 12, 21)]
     settings: dict[str, Any] = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 2, "prefill_buckets": (16,)}
-    texts = []
+    settings["max_logprobs"], texts = 0, []
     for speculation in (None, {"method": "dspark", "model": str(place), "num_speculative_tokens": SIZE}):
         llm = LLM(place, **settings, speculative_config=speculation)
         outputs = [

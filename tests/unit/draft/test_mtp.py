@@ -37,6 +37,8 @@ from jaxspec.shapes import Array, Params
 from jaxspec.topology import chain, tree
 from jaxspec.verify.rules import RULES
 from tests.leaf_paths import leaf_paths
+from tests.oracle.conftest import SharedPrograms
+from tests.random_params import random_params
 
 VOCAB, DIM, BLOCK, CHUNK = 48, 16, 8, 4
 POLICY = make_policy("float32")
@@ -66,10 +68,7 @@ def random_pair(layers: int, form: MtpForm = FORMS[0]) -> tuple[Transformer, Par
     """A target and its layers of prediction, with weights large enough that texts vary."""
     arch = replace(arch_of({**CONFIG, "num_nextn_predict_layers": layers}), mtp_form=form)
     nets = Transformer(arch, POLICY), Mtp(arch, POLICY)
-    params = [
-        jax.tree.map(lambda x: x * (7.0 if x.ndim > 1 else 1.0), jax.jit(net.initial)(jax.random.key(seed)))
-        for seed, net in enumerate(nets)
-    ]
+    params = [random_params(net, seed, wide=7.0) for seed, net in enumerate(nets)]
     return nets[0], params[0], nets[1], params[1]
 
 
@@ -273,7 +272,8 @@ def published(directory: Path, config: dict, drop: Callable[[str], bool] = lambd
 SETTINGS = {"dtype": "float32", "max_model_len": 48, "max_num_seqs": 2, "max_logprobs": 0, "prefill_buckets": (8,)}
 
 
-def test_the_public_door(tmp_path: Path):
+def test_the_public_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("jaxspec.serve.engine.Programs", SharedPrograms)
     directory = published(tmp_path / "model", CONFIG)
     model = load_model(directory, POLICY)
     _, loaded = load_mtp(directory, model.net)

@@ -41,6 +41,7 @@ def token_BT():
     return jnp.asarray(np.random.default_rng(2).integers(TINY.vocab, size=(4, 24)))
 
 
+@jax.jit
 def logits_of(frozen, experts, token_BT):
     hidden, _ = upper_routed(frozen, experts, lower(frozen, token_BT, TINY, "xla"), TINY, "xla")
     return hidden @ frozen["embed"].T
@@ -93,7 +94,7 @@ def test_updates_lower_the_loss_and_change_experts_only(frozen):
     row_BT = jnp.asarray(np.random.default_rng(4).integers(2, 12, size=(6, 25)))
     experts = base.experts(TINY)
     loss = partial(objective, sizes=TINY, kernel="xla", chats=2, weights=Weights())
-    before, figures = loss(experts, frozen, row_BT)
+    before, figures = jax.jit(loss)(experts, frozen, row_BT)
     assert float(figures["divergence"]) == pytest.approx(0, abs=1e-6)
     update, state = build_update(TINY, "xla", 2), optimizer().init(experts)
     for _ in range(30):
@@ -118,13 +119,19 @@ def test_samples_from_its_own_next_token_distribution(routed, frozen, experts):
     prompt = jnp.asarray([[9, 9, 5, 6, 7], [3, 4, 5, 6, 7]])
     cold = jnp.full(2, 1e-6, jnp.float32)
     drawn = chats.sample(scaled, added, prompt, jnp.asarray([2, 0]), jax.random.key(0), cold, sizes=TINY, steps=4)
+
+    @jax.jit
+    def best(token_BT):
+        """What follows each token, whatever comes after it."""
+        x = lower(scaled, token_BT, TINY, "xla")
+        hidden = upper_routed(scaled, added, x, TINY, "xla")[0] if routed else upper_dense(scaled, x, TINY, "xla")
+        return jnp.argmax(hidden @ scaled["embed"].T, axis=-1)
+
     for row, first in enumerate((2, 0)):
         text = list(map(int, prompt[row, first:]))
         for step in range(4):
-            x = lower(scaled, jnp.asarray([text]), TINY, "xla")
-            dense = upper_dense(scaled, x, TINY, "xla")
-            hidden = upper_routed(scaled, added, x, TINY, "xla")[0] if routed else dense
-            assert int(drawn[row, step]) == int(jnp.argmax(hidden[0, -1] @ scaled["embed"].T))
+            padded_BT = jnp.asarray([text + [0] * (9 - len(text))])
+            assert int(drawn[row, step]) == int(best(padded_BT)[0, len(text) - 1])
             text.append(int(drawn[row, step]))
 
 

@@ -19,6 +19,7 @@ from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.policy import make_policy
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array
+from tests.random_params import fill
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 FAMILIES = ("gpt_oss", "deepseek_v3", "glm_moe_dsa", "deepseek_v4", "opt")
@@ -39,9 +40,8 @@ def stream(seed: int, arch: ArchSpec, count: int) -> Array:
     return jax.random.normal(jax.random.key(seed), (ROWS, count, *width))
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def wide_params(layer: LayerSpec, arch: ArchSpec, key: Array) -> Any:
-    return jax.tree.map(lambda x: 3 * x, init_block(key, layer, arch, POLICY))
+def params_of(layer: LayerSpec, arch: ArchSpec, seed: int) -> Any:
+    return fill(jax.eval_shape(lambda key: init_block(key, layer, arch, POLICY), jax.random.key(0)), seed, wide=3.0)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -67,7 +67,7 @@ def test_it_is_that_of_all_positions_and_so_are_the_caches(family: str):
     for number, layer in enumerate(layers):
         if getattr(layer.attention, "reuses_selection", False):
             continue  # it needs an earlier layer's selection
-        params = wide_params(layer, arch, jax.random.key(number))
+        params = params_of(layer, arch, number)
         memory = init_layer(dict(layer.attention.streams), CacheSize(ROWS, 32, PAST, BLOCK), jnp.dtype("float32"))
         _, memory = run(layer, arch, params, stream(1, arch, PAST), jnp.zeros(ROWS, jnp.int32), memory, None)
         start_B, x = jnp.array([17, 3, 9], jnp.int32), stream(2, arch, COUNT)
@@ -82,7 +82,7 @@ def test_the_others_cost_keys_and_values_alone():
     """Behind attention one position of 64 is left."""
     arch, (layer, *_) = layers_of("mixtral_window")
     layer = replace(layer, attention=replace(layer.attention, window=None))
-    params = init_block(jax.random.key(0), layer, arch, POLICY)
+    params = params_of(layer, arch, 0)
     memory = init_layer(dict(layer.attention.streams), CacheSize(ROWS, 64, 64, BLOCK), jnp.dtype("float32"))
 
     def products(output_index_B: Array | None) -> float:

@@ -40,6 +40,7 @@ from tests.unit.train.test_unroll import (
 from tests.unit.train.test_unroll import initial as initial_of
 
 UPDATES = 300
+choose = jax.jit(choose_anchors, static_argnums=0)
 READS = CaptureSpec(taps=(1, 2, 3))
 
 
@@ -129,9 +130,9 @@ def test_anchors_stand_before_trained_tokens_and_drafts_count_up_to_the_first_th
     batch = batch_of(np.ones_like(segment), segment)
     trained = np.array([[0, 0, 1, 1, 1, 0, 1, 1, 0, 1, 1, 1, 1, 0, 0, 0]], bool)
     batch = replace(batch, loss_BT=jnp.asarray(trained))
-    anchors = choose_anchors(9, batch, jax.random.key(0))
+    anchors = choose(9, batch, jax.random.key(0))
     np.testing.assert_array_equal(anchors, [[1, 2, 3, 5, 6, 8, 9, 10, 11]])
-    few = choose_anchors(3, batch, jax.random.key(0))
+    few = choose(3, batch, jax.random.key(0))
     assert {*np.asarray(few)[0].tolist()} < {*np.asarray(anchors)[0].tolist()}
     weight = trained_drafts(batch, jnp.asarray([[1, 3, 6, 11, 15]], jnp.int32), 4)
     np.testing.assert_array_equal(weight[0].sum(axis=-1), [3, 1, 1, 1, 0])
@@ -141,9 +142,16 @@ def test_the_losses_are_those_of_the_papers():
     """Against the formulas, block by block: D-PACE's weights, total variation, predicted acceptance, selector."""
     net = BlockHead(SPECS["dspark"], EXACT)
     params: Any = initial_of(net)
-    batch = batch_of(texts(1))
+    batch, plain = batch_of(texts(1)), objective_of(net)
     teacher = run_teacher(*target(), batch, net.spec.reads)
     alpha, count = 0.5, batch.token_BT.shape[1]
+    anchors = choose(count, batch, jax.random.key(0))
+    logq = np.asarray(trained_logits(net, params, plain, batch, anchors), np.float64)[0]
+    mask = np.asarray(trained_drafts(batch, anchors, net.spec.drafts))[0]
+    at = np.minimum(np.asarray(anchors)[0][:, None] + np.arange(net.spec.drafts), count - 1)
+    logits = head_of(*target(), teacher.features.last_BTD)
+    p = np.asarray(jax.nn.softmax(logits), np.float64)[0][at]
+    ce, overlap = -(p * logq).sum(-1), np.minimum(p, np.exp(logq)).sum(-1)
     for loss in (
         {"token": 0.1, "decay": 0.8, "block": {"anchors": count, "tv": 1.8, "confidence": 1.0}},
         {"token": 1.0, "block": {"anchors": count, "pace": alpha}},
@@ -152,31 +160,24 @@ def test_the_losses_are_those_of_the_papers():
         total, metrics = jax.jit(block_loss, static_argnums=1)(
             objective, net, params, teacher, batch, jax.random.key(0)
         )
-        anchors = choose_anchors(count, batch, jax.random.key(0))
-        logq = np.asarray(trained_logits(net, params, objective, batch, anchors), np.float64)[0]
-        mask = np.asarray(trained_drafts(batch, anchors, net.spec.drafts))[0]
-        at = np.minimum(np.asarray(anchors)[0][:, None] + np.arange(net.spec.drafts), count - 1)
-        logits = head_of(*target(), teacher.features.last_BTD)
-        p = np.asarray(jax.nn.softmax(logits), np.float64)[0][at]
-        ce, overlap = -(p * logq).sum(-1), np.minimum(p, np.exp(logq)).sum(-1)
         if "pace" in loss["block"]:
             label = np.take_along_axis(np.exp(logq), p.argmax(-1)[..., None], axis=-1)[..., 0]
             through = np.cumprod(np.where(mask > 0, (1 - alpha) * label + alpha, 1), axis=1) * mask
             wanted = (through[:, ::-1].cumsum(1)[:, ::-1] * mask * ce).sum()
         else:
-            sure = confidence(net, params, objective, batch, anchors)
+            sure = np.asarray(confidence(net, params, plain, batch, anchors), np.float64)[0, ..., 0]
             bce = np.log1p(np.exp(sure)) - overlap * sure
             wanted = (0.8 ** np.arange(net.spec.drafts) * mask * (0.1 * ce + 1.8 * (1 - overlap) + bce)).sum()
         np.testing.assert_allclose(total, wanted / mask[:, 0].sum(), rtol=1e-4)
         assert float(metrics["trained_tokens"]) == mask[:, 0].sum()
 
 
-def confidence(net: BlockHead, params: Any, objective: HeadObjective, batch: Batch, anchors: jax.Array) -> np.ndarray:
+@partial(jax.jit, static_argnums=0)
+def confidence(net: BlockHead, params: Any, objective: HeadObjective, batch: Batch, anchors: jax.Array) -> jax.Array:
     teacher = run_teacher(*target(), batch, net.spec.reads)
     last = run_blocks(objective, net, params, teacher, batch, anchors)[0]
     before = jnp.minimum(anchors[..., None] + jnp.arange(net.spec.drafts), batch.token_BT.shape[1] - 1)
-    read = _followed(net, params, last, batch.token_BT[0][before])
-    return np.asarray(read.confidence, np.float64)[0, ..., 0]
+    return _followed(net, params, last, batch.token_BT[0][before]).confidence
 
 
 @pytest.mark.parametrize("name", ["dflash", *(pytest.param(n, marks=pytest.mark.slow) for n in ("dspark", "dflash2"))])

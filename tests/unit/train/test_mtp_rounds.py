@@ -19,6 +19,7 @@ from jaxspec.shapes import Params
 from jaxspec.train.batch import Batch
 from jaxspec.train.unroll import Round, weights
 from jaxspec.train.unroll import unroll as eager_unroll
+from tests.random_params import random_params
 from tests.unit.train.test_unroll import DRAFTS, LENGTH, batch_of, drafts_of, run_teacher, texts
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -39,13 +40,12 @@ def pair(name: str) -> tuple[Transformer, Params, Mtp, Params]:
     params = []
     for seed, net in enumerate(nets):
         rng = np.random.default_rng(seed)
-        made = jax.jit(net.initial)(jax.random.key(seed))
-        params.append(jax.tree.map(partial(_varied, rng), made))
+        params.append(jax.tree.map(partial(_varied, rng), random_params(net, seed, wide=7.0)))
     return nets[0], params[0], nets[1], params[1]
 
 
 def _varied(rng: np.random.Generator, x: jax.Array) -> jax.Array:
-    return x * 7 if x.ndim > 1 else x + 0.3 * rng.normal(size=x.shape).astype(x.dtype)
+    return x if x.ndim > 1 else jnp.asarray(np.asarray(x) + 0.3 * rng.normal(size=x.shape).astype(x.dtype))
 
 
 @partial(jax.jit, static_argnums=(0, 3, 5))
