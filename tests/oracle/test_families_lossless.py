@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -36,6 +37,7 @@ MECHANISMS = ("qwen2", "gpt_oss", "deepseek_v3", "glm_moe_dsa_shared", "deepseek
 # Others that are slow here: chunks, heads of two sizes, two caches in a layer.
 CACHED = ("llama4_text", "gemma4_text", "longcat_flash")
 CHAIN, TREE, BLOCK = chain(4), tree((2, 2)), 16
+each_model = partial(pytest.mark.parametrize, "name", scope="module")  # so that the tests of a model stand together
 OWN_STEPS = 7  # of a dispatch: a program that no other test has compiled
 
 
@@ -151,7 +153,7 @@ def check_acceptance(kind: str, greedy: list[RequestOutput], drafter: Drafter) -
 
 @pytest.fixture(scope="module")
 def made() -> dict[str, Family]:
-    """The last family used: the tests of a model stand together."""
+    """The last family used."""
     return {}
 
 
@@ -163,7 +165,7 @@ def family(made: dict[str, Family], name: str) -> Family:
     return made[name]
 
 
-@pytest.mark.parametrize("name", goldens(MECHANISMS))
+@each_model(goldens(MECHANISMS))
 def test_right_wrong_and_mixed_drafts(family: Family):
     """The drafts differ in their weights alone, so one program runs them all; a wrong one leaves a token per step."""
     texts = {kind: family.speculate(kind, CHAIN) for kind in ("wrong", "right", "mixed")}
@@ -175,7 +177,7 @@ def test_right_wrong_and_mixed_drafts(family: Family):
     )
 
 
-@pytest.mark.parametrize("name", goldens(("qwen2", "deepseek_v3", "qwen3_next")))
+@each_model(goldens(("qwen2", "deepseek_v3", "qwen3_next")))
 def test_plain_decoding_and_ngrams(family: Family, monkeypatch: pytest.MonkeyPatch):
     plain = family.plainly()
     assert [text for [text] in plain[:2]] == family.greedy
@@ -192,26 +194,24 @@ def test_plain_decoding_and_ngrams(family: Family, monkeypatch: pytest.MonkeyPat
     assert family.speculate("mixed", CHAIN) == plain
 
 
-@pytest.mark.parametrize("name", goldens(("gpt_oss", "deepseek_v3", "qwen3_next"), lambda n: n in MECHANISMS))
+@each_model(goldens(("gpt_oss", "deepseek_v3", "qwen3_next"), lambda n: n in MECHANISMS))
 def test_prompts_that_share_a_chunk(family: Family):
     """Rows of a chunk write where each stands: pages, rings and compressed entries."""
     assert family.speculate("mixed", CHAIN, joint=2) == family.plainly()
 
 
-@pytest.mark.parametrize(
-    "name", goldens(("gpt_oss", "glm_moe_dsa_shared"), lambda n: n in (*MECHANISMS, *CACHED) and has_trees(n))
-)
+@each_model(goldens(("gpt_oss", "glm_moe_dsa_shared"), lambda n: n in (*MECHANISMS, *CACHED) and has_trees(n)))
 def test_trees(family: Family):
     assert family.speculate("mixed", TREE) == family.plainly()
 
 
-@pytest.mark.parametrize("name", goldens(("deepseek_v3",), has_mtp))
+@each_model(goldens(("deepseek_v3",), has_mtp))
 def test_multi_token_prediction(family: Family):
     assert family.speculate("mtp", CHAIN) == family.plainly()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MECHANISMS)
+@each_model(MECHANISMS)
 @pytest.mark.parametrize("layout", ["stacked", "unrolled"])
 def test_layers_without_kernels(family: Family, layout: str):
     assert family.speculate("mixed", CHAIN, layout=layout) == family.plainly(layout=layout)
@@ -219,7 +219,7 @@ def test_layers_without_kernels(family: Family, layout: str):
 
 @pytest.mark.served
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*MECHANISMS, *CACHED])
+@each_model([*MECHANISMS, *CACHED])
 def test_bfloat16(family: Family):
     """Rounded logits leave room for ties and flips; every bit must be as without drafts."""
     plain = family.plainly(dtype="bfloat16")
@@ -228,7 +228,7 @@ def test_bfloat16(family: Family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["deepseek_v4"])
+@each_model(["deepseek_v4"])
 def test_rows_of_deepseek_v4_do_not_touch_each_other(family: Family):
     """Several rows of different lengths, each at its own place within its windows, give the texts of single ones."""
     together = family.speculate("mixed", CHAIN, rows=3)
@@ -237,7 +237,7 @@ def test_rows_of_deepseek_v4_do_not_touch_each_other(family: Family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["deepseek_v4_fp4"])
+@each_model(["deepseek_v4_fp4"])
 def test_a_published_window_of_128_completes(family: Family):
     long = np.random.default_rng(5).integers(1, ARCHS["deepseek_v4_fp4"].vocab_size, (2, 120)).tolist()
     styles = (SamplingParams(temperature=t, max_tokens=20, seed=1, ignore_eos=True) for t in (0.0, 0.8))
