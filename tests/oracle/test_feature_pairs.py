@@ -12,6 +12,7 @@ import pytest
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import CompletionOutput, SamplingParams
 from jaxspec.serve.structured_outputs import StructuredOutputsParams
+from tests.oracle.conftest import SharedPrograms
 
 ENGINE: dict[str, dict[str, Any]] = {
     "tree": {"speculative_token_tree": [2, 2, 1]},
@@ -54,10 +55,13 @@ def engine(*features: str) -> LLM:
     if features != ("plain",):
         spec = {"method": "ngram", "prompt_lookup_min": 1} | spec
         spec |= {} if "tree" in features else {"num_speculative_tokens": 3}
-    return LLM(
-        "demo", dtype="float32", max_model_len=384, max_num_seqs=4, prefill_buckets=(64,), max_logprobs=2,
-        speculative_config=spec or None, **settings,
-    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        if "mesh" not in features:
+            patch.setattr("jaxspec.serve.engine.Programs", SharedPrograms)
+        return LLM(
+            "demo", dtype="float32", max_model_len=384, max_num_seqs=4, prefill_buckets=(64,), max_logprobs=2,
+            speculative_config=spec or None, **settings,
+        )  # fmt: skip
 
 
 def params_of(names: tuple[str, ...]) -> list[SamplingParams]:

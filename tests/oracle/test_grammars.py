@@ -21,6 +21,7 @@ from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import RequestOutput, SamplingParams
 from jaxspec.serve.structured_outputs import StructuredOutputsParams
 from lab.grammar_schemas import make_schema
+from tests.oracle.conftest import SharedPrograms
 from tests.oracle.grammar_model import write_grammar_model
 from tests.oracle.interrupting import alarms_interrupt, interrupted, is_idle
 
@@ -58,10 +59,12 @@ class Engines:
             config = SPECULATION[name]
             if config is not None and "method" not in config:
                 config = {"model": str(self.directory), **config}
-            self.made[name] = LLM(
-                self.directory, speculative_config=config, dtype="float32", max_model_len=96, max_num_seqs=4,
-                prefill_buckets=[16], max_logprobs=2, compile_cache=False, kernels="xla",
-            )  # fmt: skip
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("jaxspec.serve.engine.Programs", SharedPrograms)
+                self.made[name] = LLM(
+                    self.directory, speculative_config=config, dtype="float32", max_model_len=96, max_num_seqs=4,
+                    prefill_buckets=[16], max_logprobs=2, compile_cache=False, kernels="xla",
+                )  # fmt: skip
         return self.made[name]
 
     def reference(self, temperature: float) -> Texts:
@@ -178,7 +181,7 @@ def test_a_step_that_fails_goes_on_to_the_same_text(engines: Engines, monkeypatc
 
 
 def test_interrupts_at_any_moment(engines: Engines):
-    llm, rng, ends = engines["lookup"], random.Random(0), Counter()
+    llm, rng, ends = engines["tree"], random.Random(0), Counter()
     prompts = [f"{COMMON}{prompt}" for prompt in PROMPTS]
     calls: list[Callable[[], Any]] = [
         lambda: llm.generate(prompts, params_of(0.0)),
