@@ -20,10 +20,10 @@ ALLOWED_BEHIND = re.compile(
     r"\b(left?|leaves?|fall|falls|fell|nothing) behind\b|\bbehind (a|the) (door|flag|lock|switch)\b"
 )
 BRITISH = re.compile(
-    r"\w*(?:(?:quant|normal|initial|optim|penal|serial|token|parallel|special|summar|recogn|organ|minim|maxim|util|general"
+    r"(?:quant|normal|initial|optim|penal|serial|token|parallel|special|summar|recogn|organ|minim|maxim|util|general"
     r"|synchron|vector|final|local|priorit|character|randomi|linear|sanit|visual|emphas|material)is(?:e[ds]?|ing|ations?|ers?)\b"
     r"|behaviour|neighbour|colour|favour|honour|flavour|labour|centre|metre\b|analys(?:e[ds]?|ing)\b|catalogue|artefact|whilst|learnt\b"
-    r"|labell|modell(?:ed|ing)|travell|signall|cancell(?:ed|ing)\b|grey\b|programme\b|licence)\w*",
+    r"|labell|modell(?:ed|ing)|travell|signall|cancell(?:ed|ing)\b|grey\b|programme\b|licence",
     re.IGNORECASE,
 )
 SPELLED_ELSEWHERE = re.compile(r"CancelledError|cancelled\(")  # Python's own names
@@ -98,8 +98,14 @@ def british_spellings() -> list[str]:
     return [
         f"{where} {', '.join(words)}"
         for where, line in lines()
-        if (words := [match[0] for match in BRITISH.finditer(SPELLED_ELSEWHERE.sub("", line))])
+        if (words := [word for word in re.findall(r"\w+", SPELLED_ELSEWHERE.sub("", line)) if is_british(word)])
     ]
+
+
+@cache
+def is_british(word: str) -> bool:
+    """Returns whether American English spells a word otherwise."""
+    return BRITISH.search(word) is not None
 
 
 def docstrings_without_a_verb() -> list[str]:
