@@ -29,6 +29,8 @@ from jaxspec.nn.policy import make_policy
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
 from jaxspec.shapes import Params
+from tests.oracle.conftest import SharedPrograms
+from tests.random_params import random_params
 
 ROW = '''"""Made up: sinks, windows by turns, queries normalized over all heads, half-rotated; a gated shared expert."""
 
@@ -131,8 +133,7 @@ def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def random_model(directory: Path) -> tuple[Params, Path]:
     """Parameters whose texts vary, and their checkpoint."""
     arch = arch_of(CONFIG)
-    params = jax.jit(Transformer(arch, POLICY).initial)(jax.random.key(0))
-    params = jax.tree.map(lambda x: x * (7.0 if x.ndim > 1 else 1.0), params)
+    params = random_params(Transformer(arch, POLICY), 0, wide=7.0)
     save_model(directory, params, arch, CONFIG, np.dtype("float32"))
     return params, directory
 
@@ -156,7 +157,8 @@ def test_a_row_and_a_table_are_a_family(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("made_up")
-def test_it_generates_and_speculates(tmp_path: Path):
+def test_it_generates_and_speculates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("jaxspec.serve.engine.Programs", SharedPrograms)
     _, directory = random_model(tmp_path / "model")
     settings = {"dtype": "float32", "max_model_len": 48, "max_num_seqs": 2, "max_logprobs": 0, "prefill_buckets": (8,)}
     prompts = [[2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [20, 30, 40]]

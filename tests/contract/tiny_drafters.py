@@ -24,6 +24,8 @@ from jaxspec.nn.policy import make_policy
 from jaxspec.protocol import Anchor, CaptureSpec, Commit, Drafter, Features, Proposal
 from jaxspec.pytree import replace
 from jaxspec.shapes import Params
+from jaxspec.topology import chain
+from tests.random_params import random_params
 
 ROWS, CAPACITY, VOCAB, BLOCK = 3, 60, 64, 16
 CONFIG = {
@@ -50,21 +52,17 @@ LIMITED |= dict.fromkeys(("eagle", "shared_expert", "early_exit", "hybrid", "suf
 CASES = [(m, s) for m in METHODS for s in LIMITED.get(m, SHAPES)]
 
 
-def _initial(net: Transformer | Mtp) -> Params:
-    return jax.tree.map(lambda x: x * (7.0 if x.ndim > 1 else 1.0), jax.jit(net.initial)(jax.random.key(0)))
-
-
 @cache
 def model() -> tuple[Transformer, Params]:
     net = Transformer(arch_of(CONFIG), make_policy("float32"))
-    return net, _initial(net)
+    return net, random_params(net, 0, wide=7.0)
 
 
 @cache
 def prediction() -> tuple[Mtp, Params]:
     """The layers of multi-token prediction of the model."""
     net = Mtp(model()[0].arch, model()[0].policy)
-    return net, _initial(net)
+    return net, random_params(net, 0, wide=7.0)
 
 
 @cache
@@ -73,11 +71,11 @@ def head_of(method: str) -> Head:
     arch, policy, own = model()[0].arch, model()[0].policy, np.arange(0, VOCAB, 2, dtype=np.int32)
     if method == "medusa":
         net = Medusa(MedusaSpec(4, 1, arch.model_dim, VOCAB, len(own)), policy)
-        return Head(net, _initial(net), own)
+        return Head(net, random_params(net, 0, wide=7.0), own)
     layer = arch_of({**CONFIG, "model_type": "llama", "num_hidden_layers": 1, "num_nextn_predict_layers": 0})
     if method in methods.BLOCKS:
         net = BlockHead(block_spec(method, layer, len(own)), policy)
-        return Head(net, _initial(net), own if net.spec.draft_vocab else None)
+        return Head(net, random_params(net, 0, wide=7.0), own if net.spec.draft_vocab else None)
     wanted: dict[str, Any] = {
         "eagle": {"last": True, "join": "product", "join_bias": True},
         "eagle3": {"reads": CaptureSpec(taps=(0, 1, 2))},
@@ -86,7 +84,7 @@ def head_of(method: str) -> Head:
     }
     whole = method == "eagle"
     net = DraftHead(HeadSpec(layer, arch.model_dim, draft_vocab=0 if whole else len(own), **wanted[method]), policy)
-    return Head(net, _initial(net), None if whole else own)
+    return Head(net, random_params(net, 0, wide=7.0), None if whole else own)
 
 
 def block_spec(method: str, layer: ArchSpec, width: int) -> BlockSpec:
@@ -153,7 +151,8 @@ def observed(drafter: Drafter, lengths: tuple[int, ...]):
     rng = np.random.default_rng(0)
     # Three-token motifs, so that suffixes repeat.
     history = np.tile(rng.integers(1, VOCAB, (ROWS, 3)), (1, state.history_BS.shape[1]))[:, : state.history_BS.shape[1]]
-    draft = state.draft
+    # What a drafter observes of a prompt does not depend on its topology: one program serves all of them.
+    draft, reader = state.draft, drafter if drafter.needs == "none" else drafter.with_topology(chain(1))
     for row, length in enumerate(lengths):
         chunk = np.zeros((1, 33), np.int32)
         chunk[0, :length] = history[row, :length]
@@ -162,7 +161,7 @@ def observed(drafter: Drafter, lengths: tuple[int, ...]):
             jnp.asarray(chunk[:, :-1]), jnp.asarray(chunk[:, 1:]), features,
             jnp.full(1, length - 1, jnp.int32), jnp.zeros(1, jnp.int32), None, jnp.full(1, row, jnp.int32),
         )  # fmt: skip
-        draft = observe(drafter, draft, commit)
+        draft = observe(reader, draft, commit)
     at = jnp.asarray(lengths, jnp.int32) - 1
     places = np.arange(history.shape[1])[None] < np.asarray(lengths)[:, None]
     history_BS = jnp.asarray(np.where(places, history, 0), jnp.int32)
