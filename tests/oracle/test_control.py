@@ -206,7 +206,7 @@ def test_a_head_is_shown_what_was_kept_for_it_when_it_drafts(lab: Lab, monkeypat
     for room in (4, 12, 256):
         monkeypatch.setattr(engine_module, "RING_SIZE", room)
         control = Cycle((*[PLAIN] * 5, chain(3), chain(3)))
-        engine = lab.engine(lab.drafter("mtp", chain(3)), control=control, steps=2)
+        engine = lab.engine(lab.drafter("mtp", chain(3)), control=control, steps=2, buckets=(32,))
         shown, ran = list[tuple[int, int, int]](), list[tuple[int, int]]()
         show, dispatch = engine.programs.catch_up, engine.programs.dispatch
 

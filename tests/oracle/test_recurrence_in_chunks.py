@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -39,10 +40,10 @@ def test_texts_do_not_depend_on_drafts_or_neighbors(name: str):
     vocab = json.loads((GOLDEN / name / "config.json").read_text())["vocab_size"]
     rng = np.random.default_rng(0)
     prompts = [(rng.integers(2, vocab, length).tolist() * 3)[-length:] for length in (150, 40, 97, 70)]
-    sizes = {"max_model_len": 200, "dtype": "float32", "recurrence": "chunks"}
-    plain = LLM(GOLDEN / name, max_num_seqs=1, **sizes)
+    sizes = {"max_model_len": 200, "max_logprobs": 0, "recurrence": "chunks", "prefill_buckets": (64, 256)}
+    plain = LLM(GOLDEN / name, max_num_seqs=1, dtype="float32", **sizes)
     drafts = {"method": "draft_model", "model": str(GOLDEN / name), "num_speculative_tokens": 3}
-    fast = LLM(plain.model, speculative_config=drafts, max_num_seqs=3, max_model_len=200, recurrence="chunks")
+    fast = LLM(plain.model, speculative_config=drafts, max_num_seqs=3, **sizes)
     assert fast.model.net.policy.compute.recurrence == "chunks"
     wanted, drafted = texts(outputs_of(plain, prompts)), outputs_of(fast, prompts)
     assert texts(drafted) == wanted
@@ -59,8 +60,9 @@ def test_whole_texts_are_as_near_to_the_reference_as_in_steps(name: str):
     def logits(recurrence: str, token_BT: np.ndarray) -> np.ndarray:
         net = Transformer(model.net.arch, model.net.policy.update(recurrence=recurrence))
         position_BT = jnp.broadcast_to(jnp.arange(token_BT.shape[1], dtype=jnp.int32), token_BT.shape)
-        hidden = forward(net, model.params, Inputs(jnp.asarray(token_BT, jnp.int32), position_BT))
-        return np.asarray(head(net, model.params, hidden.last_BTD))
+        inputs = Inputs(jnp.asarray(token_BT, jnp.int32), position_BT)
+        run = jax.jit(lambda params: head(net, params, forward(net, params, inputs).last_BTD))
+        return np.asarray(run(model.params))
 
     chunks, steps = (np.abs(logits(form, says["input_ids"]) - says["logits"]).max() for form in ("chunks", "steps"))
     assert chunks <= 2 * steps + 1e-5
