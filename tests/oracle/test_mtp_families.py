@@ -85,6 +85,7 @@ def outputs_of(directory: Path, config: dict | None) -> list[RequestOutput]:
         for kind in KINDS
     ],
 )
+@pytest.mark.usefixtures("shared_programs")
 def test_drafts_of_every_kind(name: str, kind: str, tmp_path: Path):
     directory = edited(name, *KINDS[kind], tmp_path / "model")
     plain = outputs_of(directory, None)

@@ -14,6 +14,7 @@ from jaxspec.models.text_length import for_texts
 from jaxspec.nn.rope import frequencies
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
+from tests.oracle.conftest import SharedPrograms
 
 PHIMOE = Path(__file__).parents[2] / "golden" / "phimoe"
 CONFIG = json.loads((PHIMOE / "config.json").read_text())
@@ -59,13 +60,15 @@ def test_long_settings_that_cannot_be(changes: dict[str, Any], says: str):
         arch_of({**CONFIG, "rope_scaling": {**SCALING, **changes}})
 
 
-def test_an_engine_for_long_texts(tmp_path: Path):
+def test_an_engine_for_long_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As one whose short divisors and context are those: logits to the bit, also far beyond the original context."""
+    monkeypatch.setattr("jaxspec.serve.engine.Programs", SharedPrograms)
     scaling = {**SCALING, "short_factor": SCALING["long_factor"], "short_mscale": SCALING["long_mscale"]}
     long = {"original_max_position_embeddings": LONGEST}
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **long, "rope_scaling": {**scaling, **long}}))
     shutil.copy(PHIMOE / "model.safetensors", tmp_path)
     settings: dict[str, Any] = {"max_model_len": 200, "max_num_seqs": 1, "max_logprobs": 0, "dtype": "float32"}
+    settings["prefill_buckets"] = (64,)
     ids = np.random.default_rng(0).integers(2, 96, 150).tolist()
     always, far = LLM(tmp_path, **settings), LLM(PHIMOE, **settings)
     np.testing.assert_array_equal(far.logits(ids), always.logits(ids))

@@ -30,6 +30,7 @@ from jaxspec.train.run import train, write_features
 from jaxspec.train.run_log import read_metrics
 from jaxspec.train.settings import RunSettings, load_run_settings
 from jaxspec.train.target import read_headers
+from tests.oracle.conftest import SharedPrograms
 from tests.unit.serve.tiny_model import write_tiny_model
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -135,7 +136,8 @@ def test_the_directory_has_published_names_and_says_what_it_is(place: Path, trai
 SETTINGS = {"dtype": "float32", "max_model_len": 48, "max_num_seqs": 2, "max_logprobs": 0, "prefill_buckets": (8,)}
 
 
-def test_it_drafts_without_changing_a_text(place: Path, trained: Path):
+def test_it_drafts_without_changing_a_text(place: Path, trained: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("jaxspec.serve.engine.Programs", SharedPrograms)
     prompts, texts = [[5, 9, 3, 30, 17], [8]], []
     params = [SamplingParams(temperature=t, seed=3, max_tokens=14, ignore_eos=True) for t in (0.0, 0.8)]
     for config in (None, {"method": "mtp", "model": str(trained / "best"), "num_speculative_tokens": 3}):
