@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from jaxspec.checkpoint.load.release import ReleaseTensor, release_files, releas
 from jaxspec.checkpoint.load.stored import check_method
 from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.errors import ConfigError
+from jaxspec.inspect import describe
 from jaxspec.inspect.describe import count_parameters
 from jaxspec.inspect.model_sizes import memory_bytes, parameters
 from jaxspec.models.arch import ArchSpec
@@ -168,6 +170,17 @@ QUANTIZED = {
 }
 
 
+shapes_of = cache(abstract_params)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shapes_are_found_once() -> Iterator[None]:
+    """Counts and shardings of a config read the same shapes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(describe, "abstract_params", shapes_of)
+        yield
+
+
 @cache
 def config_of(name: str) -> dict[str, Any]:
     return json.loads(CONFIGS[name].read_text())
@@ -184,7 +197,7 @@ def tensors_of(name: str) -> dict[str, ReleaseTensor]:
 
 
 def leaves_of(name: str, **policy: Any) -> dict[str, Any]:
-    return flatten(abstract_params(Transformer(arch_named(name), make_policy(**policy))))
+    return flatten(shapes_of(Transformer(arch_named(name), make_policy(**policy))))
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS | COUNTS))

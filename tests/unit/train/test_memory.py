@@ -87,7 +87,8 @@ def allotted(work: UpdateWork, rows: int, parts: int = 1) -> int:
 
 
 @pytest.mark.parametrize(
-    ("kind", "experts"), [("eagle3", 0), ("dspark", 0), ("mtp", 0), ("eagle3", 32), ("dspark", 16)]
+    ("kind", "experts"),
+    [("eagle3", 0), ("dspark", 0), ("mtp", 0), ("eagle3", 32), pytest.param("dspark", 16, marks=pytest.mark.slow)],
 )
 def test_the_estimate_is_not_below_what_xla_allots(kind: Any, experts: int):
     block = BlockSettings(size=6, markov_rank=8, confidence="markov") if kind == "dspark" else BlockSettings()
