@@ -60,8 +60,11 @@ WITH_KERNELS = (
 )  # fmt: skip
 
 
+EVERY = tuple(directory.name for directory in (*GOLDENS, *KNOWN_ORACLES))
 # One golden for each way of attending, caching and routing; the others are quick where one program is enough.
 MECHANISMS = ("qwen2_moe", "gpt_oss", "deepseek_v3", "glm_moe_dsa_shared", "deepseek_v4")
+# Layers apart are called alike, whatever they are, but where one hands on what it has chosen.
+APART = ("qwen2_moe", "glm_moe_dsa_shared")
 # Nothing but mechanisms of others, in another arrangement.
 ARRANGED = (
     "dots1", "hy_v3", "solar_open", "granitemoe", "granitemoeshared", "mellum", "mistral3", "sarvam_mla", "sarvam_moe",
@@ -71,6 +74,8 @@ ARRANGED = (
 RECURRENT = "qwen3_next"
 # Decoding differs by caches alone: these have all kinds of them, and the others are quick in a prefill.
 CACHES = (*MECHANISMS, RECURRENT, "llama4_text", "gemma4_text", "longcat_flash")
+# The texts of the others are quickly asked of an engine, in tests/oracle/test_families_lossless.py.
+ASKED_HERE = ("qwen2_moe", "llama4_text", "gemma4_text", "longcat_flash")
 
 
 def is_recurrent(directory: Path) -> bool:
@@ -78,29 +83,18 @@ def is_recurrent(directory: Path) -> bool:
     return any(stream.fixed is not None for layer in layers for stream in layer.attention.streams.values())
 
 
-def layouts(kinds: tuple[tuple[str, str], ...] = KINDS, *, decoding: bool = True) -> list:
-    """Every known model with these layouts of layers, and what computes.
-
-    Slow but for the mechanisms, and but for what a CPU takes: in a prefill all of it, decoding for the kinds of caches.
-    """
+def layouts(*quick: tuple[str, ...]) -> pytest.MarkDecorator:
+    """Every known model in so many layouts of layers, and what computes; slow but for the names given for each."""
     cases = []
     for directory in (*GOLDENS, *KNOWN_ORACLES):
-        prefix = "oracle-" if directory in ORACLES else ""
-        for kind in kinds:
-            if kind != INTERPRETED or directory.name in WITH_KERNELS:
-                name = "-".join(kind).removesuffix("-xla")
-                is_quick = directory.name in MECHANISMS or kind in (NATIVE, INTERPRETED)
-                if decoding and kind == NATIVE and directory.name not in CACHES:
-                    is_quick = False
-                if directory.name in ARRANGED or (directory.name != RECURRENT and is_recurrent(directory)):
-                    is_quick = False
-                marks = [] if is_quick else [pytest.mark.slow]
-                cases.append(pytest.param((directory, *kind), id=f"{prefix}{directory.name}-{name}", marks=marks))
-    return cases
-
-
-every_layout = pytest.mark.parametrize("case", layouts(decoding=False), indirect=True, scope="module")
-cpu_layout = pytest.mark.parametrize("case", layouts(KINDS[:1]), indirect=True, scope="module")
+        prefix, name = "oracle-" if directory in ORACLES else "", directory.name
+        like_others = name in ARRANGED or (name != RECURRENT and is_recurrent(directory))
+        for kind, names in zip((*KINDS, INTERPRETED), quick, strict=False):
+            if kind != INTERPRETED or name in WITH_KERNELS:
+                marks = [] if name in names and not like_others else [pytest.mark.slow]
+                layout = "-".join(kind).removesuffix("-xla")
+                cases.append(pytest.param((directory, *kind), id=f"{prefix}{name}-{layout}", marks=marks))
+    return pytest.mark.parametrize("case", cases, indirect=True, scope="module")
 
 
 @dataclass(frozen=True)
@@ -146,7 +140,7 @@ def test_both_dialects_of_a_config_mean_the_same(directory: Path):
     assert arch_of(hub) == arch_of(saved)
 
 
-@every_layout
+@layouts(EVERY, MECHANISMS[:1], MECHANISMS[:1])  # blocks have the same logits in the other layouts of mechanisms
 def test_prefill(case: Case):
     net, ids_BT = case.model.net, case.ids_BT
     taps = tuple(range(len(net.arch.layers) + 1))
@@ -172,12 +166,12 @@ def test_prefill(case: Case):
     np.testing.assert_allclose(logits_BTV, case.says["logits"], **CLOSE)
 
 
-@cpu_layout
+@layouts(CACHES)
 def test_decode_one_by_one(case: Case):
     decode(case, 1)
 
 
-@pytest.mark.parametrize("case", layouts((*KINDS, INTERPRETED)), indirect=True, scope="module")
+@layouts(CACHES, MECHANISMS, APART, WITH_KERNELS)
 def test_decode_in_blocks_of_5(case: Case):
     decode(case, 5)
 
@@ -203,7 +197,7 @@ def decode(case: Case, count: int) -> None:
     np.testing.assert_allclose(np.concatenate(found, axis=1), case.says["logits"][:, :length], **CLOSE)
 
 
-@cpu_layout
+@layouts(ASKED_HERE)
 def test_greedy_continuation(case: Case):
     new = case.continuation_BT.shape[1]
     rows, length = case.prompt_BT.shape
