@@ -1,6 +1,6 @@
-"""The only file that names Pallas' Mosaic GPU backend: products of blocks of rows on Hopper, by TMA and wgmma."""
+"""The only file that names Pallas' Mosaic GPU backend: launches, registers, products of blocks of rows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
@@ -18,6 +18,12 @@ DEPTH = SWIZZLE // 2  # numbers of bfloat16 of one step along the sum
 COLUMNS = 128  # of which a product must have a multiple: 64 for each of two warpgroups
 WARPGROUPS = 2  # that multiply; a third copies
 COPY_REGISTERS = 40  # of a thread of the third; the others get the rest
+REGISTERS = 232  # of a thread of theirs
+
+ds = pl.ds
+when = pl.when
+run_scoped = pl.run_scoped
+run_state = pl.run_state
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,7 @@ class BlockProduct:
 
 
 @cache
-def _mosaic_gpu() -> Any:
+def mosaic_gpu() -> Any:
     """Imports the backend at its first use: a third of a second, and a package that jax does not install."""
     from jax.experimental.pallas import mosaic_gpu
 
@@ -72,6 +78,74 @@ def obstacles() -> list[str]:
     device = jax.devices()[0]
     capability = getattr(device, "compute_capability", "9.0") if device.platform == "gpu" else "9.0"
     return [] if capability == "9.0" else [f"wgmma is for compute capability 9.0, this card has {capability}"]
+
+
+@dataclass(frozen=True)
+class Registers:
+    """How numbers lie in a warpgroup's registers: as products leave them; nowhere in particular in a simulation.
+
+    Attributes:
+      simulated: whether a CPU simulates the card.
+    """
+
+    simulated: bool
+
+    def load(self, ref: Any, place: tuple[Any, ...], missing: int | None = None) -> jax.Array:
+        """Loads numbers as sums lie in registers, or a vector that lacks their axis ``missing``."""
+        if self.simulated:
+            return ref[place]
+        return mosaic_gpu().load(ref, place, layout=_layout(missing), optimized=False)
+
+    def lay(self, x: jax.Array, missing: int | None = None) -> jax.Array:
+        """Lays out constants as ``load`` does numbers."""
+        return x if self.simulated else mosaic_gpu().layout_cast(x, _layout(missing))
+
+
+def _layout(missing: int | None) -> Any:
+    layout = mosaic_gpu().Layout.WGMMA
+    return layout if missing is None else layout.reduce(missing)
+
+
+def launch(
+    body: Callable[..., None],
+    *operands: jax.Array,
+    name: str,
+    grid: Mapping[str, int],
+    out_type: Any,
+    interpret: bool,
+    approximate: bool = False,
+    warpgroups: int = WARPGROUPS + 1,
+) -> Any:
+    """Runs a kernel body over a grid of programs.
+
+    Args:
+      body: takes references to the operands, then to the results.
+      *operands: arrays.
+      name: in profiles and launch lists.
+      grid: programs by the name of their axis.
+      out_type: shapes and dtypes of the results.
+      interpret: whether a CPU simulates the card.
+      approximate: whether exponentials may be the card's instruction.
+      warpgroups: of a program.
+    """
+
+    def named(*refs: Any) -> None:
+        body(*refs)
+
+    named.__name__ = name
+    params = mosaic_gpu().CompilerParams(
+        lowering_semantics=mosaic_gpu().LoweringSemantics.Lane, approx_math=approximate
+    )
+    return mosaic_gpu().kernel(
+        named,
+        out_type=out_type,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        compiler_params=params,
+        interpret=_simulation() if interpret else None,
+    )(*operands)
 
 
 def block_products(
@@ -124,20 +198,18 @@ def block_products(
         group_ref, count_ref, x_ref, weight_ref, *vectors, out_ref = refs
         bias_ref = vectors[0] if bias is not None else None
         factor_ref = vectors[-1] if factor_S is not None else None
-        load = _simulated_load if interpret else _load
-        _Block(what, group_ref, count_ref, x_ref, weight_ref, bias_ref, factor_ref, out_ref, load).compute()
+        _Block(
+            what, group_ref, count_ref, x_ref, weight_ref, bias_ref, factor_ref, out_ref, Registers(interpret)
+        ).compute()
 
-    body.__name__ = what.name
-    return _mosaic_gpu().kernel(
+    return launch(
         body,
+        *operands,
+        name=what.name,
+        grid={"block": blocks, "across": what.columns // columns},
         out_type=jax.ShapeDtypeStruct((blocks * what.rows, what.columns), what.dtype),
-        grid=(blocks, what.columns // columns),
-        grid_names=("block", "across"),
-        num_threads=WARPGROUPS + 1,
-        thread_name="warpgroup",
-        compiler_params=_mosaic_gpu().CompilerParams(lowering_semantics=_mosaic_gpu().LoweringSemantics.Lane),
-        interpret=_simulation() if interpret else None,
-    )(*operands)
+        interpret=interpret,
+    )
 
 
 @dataclass(frozen=True)
@@ -152,7 +224,7 @@ class _Block:
     bias_ref: Any
     factor_ref: Any
     out_ref: Any
-    load: Callable[..., jax.Array]
+    registers: Registers
 
     def compute(self) -> None:
         """Computes the block if it has rows."""
@@ -162,7 +234,7 @@ class _Block:
         def _():
             needs = self._pipeline(_nothing, _nothing).get_allocations(self.x_ref, *[self.weight_ref] * what.parts)
             shape = (WARPGROUPS, what.rows, what.tile.columns // WARPGROUPS)
-            out = _mosaic_gpu().SMEM(shape, what.dtype, transforms=_swizzled(what.dtype))
+            out = mosaic_gpu().SMEM(shape, what.dtype, transforms=swizzled(what.dtype))
             pl.run_scoped(partial(self._run, n), needs, out, collective_axes="warpgroup")
 
     def _run(self, n: Any, allocations: Any, out_smem: Any) -> None:
@@ -173,8 +245,8 @@ class _Block:
         def multiply(_, x_smem: Any, *weights_and_sums: Any) -> Any:
             *weights, sums = weights_and_sums
             for sum_ref, weight_smem in zip(sums, weights, strict=True):
-                _mosaic_gpu().wgmma(sum_ref, x_smem, weight_smem.at[:, pl.ds(own * half, half)])
-            _mosaic_gpu().wgmma_wait(what.parts)  # all but this step's: what the step before read may be overwritten
+                mosaic_gpu().wgmma(sum_ref, x_smem, weight_smem.at[:, pl.ds(own * half, half)])
+            mosaic_gpu().wgmma_wait(what.parts)  # all but this step's: what the step before read may be overwritten
             return sums
 
         def computing(multiply_all: Callable[..., Any]) -> None:
@@ -182,13 +254,13 @@ class _Block:
                 multiply_all(sums)
                 return [one[...] for one in sums]
 
-            accumulator = _mosaic_gpu().WGMMAAccumulatorRef((what.rows, half), jnp.float32)
+            accumulator = mosaic_gpu().WGMMAAccumulatorRef((what.rows, half), jnp.float32)
             sums = pl.run_scoped(scope, *[accumulator] * what.parts)
             out_smem[own] = self._finished(sums, n, across * WARPGROUPS + own).astype(what.dtype)
-            _mosaic_gpu().commit_smem()
+            mosaic_gpu().commit_smem()
             place = pl.ds(n * what.rows, what.rows), pl.ds((across * WARPGROUPS + own) * half, half)
-            _mosaic_gpu().copy_smem_to_gmem(out_smem.at[own], self.out_ref.at[place])
-            _mosaic_gpu().wait_smem_to_gmem(0, wait_read_only=True)
+            mosaic_gpu().copy_smem_to_gmem(out_smem.at[own], self.out_ref.at[place])
+            mosaic_gpu().wait_smem_to_gmem(0, wait_read_only=True)
 
         deep = pl.ds(self.group_ref[n] * what.depth, what.depth)
         starts = [part * what.columns + across * what.tile.columns for part in range(what.parts)]
@@ -200,21 +272,22 @@ class _Block:
 
     def _finished(self, sums: Sequence[jax.Array], n: Any, place: Any) -> jax.Array:
         if self.bias_ref is not None:
-            biases = [self.load(self.bias_ref, (self.group_ref[n], part, place), 0) for part in range(len(sums))]
-            wide = [lax.broadcast_in_dim(bias.astype(jnp.float32), sums[0].shape, (1,)) for bias in biases]
+            places = [(self.group_ref[n], part, place) for part in range(len(sums))]
+            biases = [self.registers.load(self.bias_ref, at, 0).astype(jnp.float32) for at in places]
+            wide = [lax.broadcast_in_dim(bias, sums[0].shape, (1,)) for bias in biases]
             sums = [y + bias for y, bias in zip(sums, wide, strict=True)]
         y = without_derivatives(self.what.finish)(*sums)
         if self.factor_ref is None:
             return y
-        return y * lax.broadcast_in_dim(self.load(self.factor_ref, (n,), 1), y.shape, (0,))
+        return y * lax.broadcast_in_dim(self.registers.load(self.factor_ref, (n,), 1), y.shape, (0,))
 
     def _pipeline(self, multiply: Callable[..., Any], computing: Callable[..., None]) -> Any:
         what = self.what
         spec = partial(
-            _mosaic_gpu().BlockSpec, transforms=_swizzled(jnp.dtype("bfloat16")), memory_space=_mosaic_gpu().SMEM,
+            mosaic_gpu().BlockSpec, transforms=swizzled(jnp.dtype("bfloat16")), memory_space=mosaic_gpu().SMEM,
             delay_release=1,
         )  # fmt: skip
-        return _mosaic_gpu().emit_pipeline_warp_specialized(
+        return mosaic_gpu().emit_pipeline_warp_specialized(
             multiply,
             grid=(what.depth // DEPTH,),
             memory_registers=COPY_REGISTERS,
@@ -262,25 +335,14 @@ def _nothing(*_: Any, **__: Any) -> None:
     """In place of a pipeline's body, where only its memory is asked for."""
 
 
-def _swizzled(dtype: jnp.dtype) -> tuple[Any, ...]:
+def swizzled(dtype: jnp.dtype) -> tuple[Any, ...]:
     """Returns how tiles lie in shared memory so that wgmma reads them without conflicts."""
-    return _mosaic_gpu().TilingTransform((8, SWIZZLE // dtype.itemsize)), _mosaic_gpu().SwizzleTransform(SWIZZLE)
-
-
-def _load(ref: Any, place: tuple[Any, ...], missing: int) -> jax.Array:
-    """Loads a vector as sums lie in registers, but for their axis ``missing``."""
-    return _mosaic_gpu().load(ref, place, layout=_mosaic_gpu().Layout.WGMMA.reduce(missing), optimized=False)
-
-
-def _simulated_load(ref: Any, place: tuple[Any, ...], missing: int) -> jax.Array:
-    """Loads a vector where nothing lies in registers."""
-    del missing
-    return ref[place]
+    return mosaic_gpu().TilingTransform((8, SWIZZLE // dtype.itemsize)), mosaic_gpu().SwizzleTransform(SWIZZLE)
 
 
 def _simulation() -> Any:
     """Returns what simulates a card and looks for races; until jax 0.11 it had no public name."""
-    kind = getattr(_mosaic_gpu(), "InterpretGPUParams", None)
+    kind = getattr(mosaic_gpu(), "InterpretGPUParams", None)
     if kind is None:
         from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams as kind
     return kind(detect_races=True)
