@@ -13,6 +13,7 @@ import sys
 import time
 from datetime import UTC, datetime
 from importlib import import_module
+from math import prod
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
@@ -56,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         how = "interpret" if args.tiny else "triton"
         if args.mosaic:
             op, how = f"{op}_mosaic", INSTEAD_OF[how]
-            wanted = [c for c in wanted if c.mosaic and (args.tiny or c.abstract()[0].shape[0] > DECODE_ROWS)]
+            wanted = [c for c in wanted if c.mosaic and (args.tiny or prod(c.abstract()[0].shape[:-1]) > DECODE_ROWS)]
         for group in groups(op, wanted, how):
             name = f"{op} {group.key.shape} {group.key.form}"
             if time.monotonic() - began > args.budget:

@@ -44,7 +44,8 @@ class EngineFlags:
       quantization: auto keeps weights that were published quantized as they are, none dequantizes them; fp8 and int8
         quantize the matrices of a plain checkpoint.
       kernels: What computes experts, attention and small products: Pallas kernels (triton; mosaic: Mosaic GPU's for
-        experts, for comparison; interpret: triton's as plain JAX, slow) or xla; auto takes kernels on a GPU.
+        experts and prompts, for comparison; interpret: triton's as plain JAX, slow) or xla; auto takes kernels on a
+        GPU.
       recurrence: How recurrent layers read prompts: in steps, in the bits of decoding, or in chunks, which are faster
         on long ones.
       mesh: Devices along the axes data, expert and tensor, for example expert=4,tensor=2; by default one device.

@@ -16,7 +16,14 @@ from jaxspec.nn.policy import Policy
 from jaxspec.nn.unrolled import Unrolled, attend_unrolled
 from jaxspec.shapes import Array
 from pallas_kernels.select import choose
-from pallas_kernels.verify_attention.api import OP, case_name, obstacles, verify_attention
+from pallas_kernels.verify_attention.api import (
+    OP,
+    case_name,
+    mosaic_is_faster,
+    mosaic_obstacles,
+    obstacles,
+    verify_attention,
+)
 
 Pages = tuple[Array, Array | None]
 """Keys and values [P, G, Z, C]; without values a key begins with its value."""
@@ -95,7 +102,13 @@ def attend_cached(
     elif kernels != "xla":
         selected = inputs.selection is not None
         blocked = obstacles(k_pages, value_width=wide, block=window.block, wanted=kernels, selected=selected)
-        choice = choose(OP, case, kernels, "cuda", blocked)
+        # Of rows by themselves: what all rows commit together stands in a step.
+        prompt, heads = window.committed and window.row_B is not None, q_BTHC.shape[2]
+        mosaic = blocked + mosaic_obstacles(heads, pages, value_width=wide, dtype=dtype, prompt=prompt)
+        choice = choose(
+            OP, case, policy.compute.wanted_kernels, "cuda", blocked, mosaic=mosaic,
+            faster=mosaic_is_faster(heads, k_pages, wide, prompt=prompt),
+        )  # fmt: skip
         if choice.implementation != "xla":
             if isinstance(sinks, Matrix) and sinks.layer is not None and window.layer is not None:
                 sinks_H = sinks.whole  # a slice of it would be a copy
@@ -103,7 +116,8 @@ def attend_cached(
                 q_BTHC, k_pages, v_pages, inputs.position_BT, scale=scale, dtype=dtype, value_width=wide,
                 sinks_H=sinks_H, span=span, ring=ring, start_B=window.start_B,
                 path_BTJ=window.path_BTJ, table_BJ=window.table_BJ if stream.pooled else None, row_B=window.row_B,
-                base=window.layer, base_pages=window.layer_pages, block=window.block, implementation=choice,
+                base=window.layer, base_pages=window.layer_pages, block=window.block, prompt=prompt,
+                implementation=choice,
             )  # fmt: skip
     source = source_of(pages, stream, inputs, wide, span, scales)
     return attend(

@@ -181,10 +181,11 @@ def references(section: Section, kernel: Any) -> None:
             name = f"{op} {case.name}"
             with section.attempt(name, needed_s=0 if section.tiny else 6) as go:
                 if go:
-                    _case_equals_reference(section, name, case, kernel)
+                    check_case(section, name, case, kernel)
 
 
-def _case_equals_reference(section: Section, name: str, case: Case, kernel: Any) -> None:
+def check_case(section: Section, name: str, case: Case, kernel: Any) -> None:
+    """Checks that a case comes out as its reference does."""
     arguments = case.random(jax.random.key(0))
     with warnings.catch_warnings():
         warnings.simplefilter("error", SlowKernelWarning)

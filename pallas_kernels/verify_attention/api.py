@@ -1,21 +1,27 @@
 """The operation's door: checks, the choice of an implementation, and tile sizes."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.backend import Implementation, Launch
-from pallas_kernels.blocks import look_up
-from pallas_kernels.select import Choice, UnsupportedKernel, choose
-from pallas_kernels.verify_attention import reference
+from pallas_kernels.blocks import Key, faster, look_up
+from pallas_kernels.select import INSTEAD, Choice, UnsupportedKernel, choose
+from pallas_kernels.verify_attention import kernel_mosaic, reference
 from pallas_kernels.verify_attention.kernel import Plan, Tiles, attend_kernel, powers_of_two
+from pallas_kernels.verify_attention.kernel_mosaic import MosaicTiles
 
 OP = "verify_attention"
+MOSAIC = "verify_attention_mosaic"
 CACHED = ("bfloat16", "float16", "float32", "uint16")
 NARROWEST = 16  # of a product's sizes on a GPU
 WIDEST_KEY = 640
+Pages = tuple[jax.Array, jax.Array | None]
+"""Keys and values; without values a key begins with its value."""
 PIECES_BYTES = 256 << 20  # of one launch's unmerged results; more queries are taken one part after the other
 
 
@@ -38,6 +44,7 @@ def verify_attention(
     base: jax.Array | None = None,
     base_pages: int = 1,
     block: int = 64,
+    prompt: bool = False,
     implementation: Implementation | Choice = "triton",
 ) -> jax.Array:
     """Attention of T positions per row to that row's cache, in which they stand already.
@@ -65,6 +72,7 @@ def verify_attention(
       base: int32 scalar, added to every page id times ``base_pages``.
       base_pages: multiplies ``base``.
       block: positions that may be read at a time; the kernel reads the largest power of two in it, up to its tile.
+      prompt: whether the positions are a prompt's, which Mosaic GPU computes for more shapes than a step's.
       implementation: what computes it; a case that the kernel cannot compute goes to the reference with a warning.
 
     Returns:
@@ -73,38 +81,43 @@ def verify_attention(
     Raises:
       UnsupportedKernel: shapes do not belong together.
     """
-    rows, count, heads, width = q_BTHC.shape
+    (rows, count, heads, width), pages = q_BTHC.shape, (k_pages_PGZC, v_pages_PGZC)
     wide = value_width if v_pages_PGZC is None else v_pages_PGZC.shape[3]
     wide = _checked(q_BTHC, k_pages_PGZC, v_pages_PGZC, position_BT, wide, table_BJ if ring else None)
     if path_BTJ is not None and (start_B is None or path_BTJ.shape[:2] not in ((rows, count), (1, count))):
         raise UnsupportedKernel(f"trees {path_BTJ.shape} need start_B, and as rows and queries 1 or {rows} and {count}")
     if not isinstance(implementation, Choice):
         blocked = obstacles(k_pages_PGZC, value_width=wide, block=block, wanted=implementation)
-        implementation = choose(OP, case_name(heads, k_pages_PGZC, wide), implementation, "", blocked)
-    if implementation.implementation == "xla":
-        page_BJ = table_BJ
-        if page_BJ is None:
-            page_BJ = (jnp.arange(rows, dtype=jnp.int32) if row_B is None else row_B)[:, None]
-        if sinks_H is not None and sinks_H.ndim == 2:
-            sinks_H = lax.dynamic_index_in_dim(sinks_H, jnp.int32(0) if base is None else base, keepdims=False)
-        return reference.verify_attention(
-            q_BTHC, k_pages_PGZC, v_pages_PGZC, position_BT, scale=scale, dtype=dtype, value_width=wide,
-            sinks_H=sinks_H, span=span, ring=ring, start_B=start_B, path_BTJ=path_BTJ,
-            page_BJ=page_BJ if base is None else page_BJ + base * base_pages,
-        )  # fmt: skip
-    given = {"k": k_pages_PGZC, "v": v_pages_PGZC, "table": table_BJ, "sinks": sinks_H}
-    given["row"] = row_B if table_BJ is None else None
-    given["base"] = None if base is None else jnp.reshape(base, (1,))
-    page, deepest = k_pages_PGZC.shape[2], 0 if path_BTJ is None else path_BTJ.shape[2]
-    if path_BTJ is not None:
-        given |= {"start": start_B, "path": jnp.broadcast_to(path_BTJ, (rows, count, deepest)).reshape(-1)}
+        more = mosaic_obstacles(heads, pages, value_width=wide, dtype=dtype, prompt=prompt)
+        name = case_name(heads, k_pages_PGZC, wide)
+        implementation = choose(OP, name, implementation, "", blocked, mosaic=blocked + more)
+    page = k_pages_PGZC.shape[2]
     plan = Plan(
         rows, count, heads, k_pages_PGZC.shape[1], width, wide, scale, dtype,
-        page if table_BJ is None else page * table_BJ.shape[1], page, span, ring, deepest,
-        tiles_for(heads, k_pages_PGZC, wide, block), implementation.implementation, base_pages,
+        page if table_BJ is None else page * table_BJ.shape[1], page, span, ring,
+        0 if path_BTJ is None else path_BTJ.shape[2], tiles_for(heads, k_pages_PGZC, wide, block),
+        implementation.implementation, base_pages,
     )  # fmt: skip
-    operands = {name: x for name, x in given.items() if x is not None}
-    return _in_parts(plan, q_BTHC, position_BT, operands)
+    if implementation.implementation not in ("xla", *INSTEAD):
+        given = {"k": k_pages_PGZC, "v": v_pages_PGZC, "table": table_BJ, "sinks": sinks_H}
+        given["row"] = row_B if table_BJ is None else None
+        given["base"] = None if base is None else jnp.reshape(base, (1,))
+        if path_BTJ is not None:
+            given |= {"start": start_B, "path": jnp.broadcast_to(path_BTJ, (rows, count, plan.paths)).reshape(-1)}
+        operands = {name: x for name, x in given.items() if x is not None}
+        return _in_parts(plan, q_BTHC, position_BT, partial(_run, operands))
+    page_BJ = _pages_of_rows(rows, table_BJ, row_B, base, base_pages)
+    if sinks_H is not None and sinks_H.ndim == 2:
+        sinks_H = lax.dynamic_index_in_dim(sinks_H, jnp.int32(0) if base is None else base, keepdims=False)
+    if implementation.implementation in INSTEAD:
+        plan = kernel_mosaic.cut(plan, mosaic_tiles_for(heads, pages, wide, prompt=prompt))
+        tree = None if path_BTJ is None or start_B is None else (start_B, path_BTJ)
+        run = partial(kernel_mosaic.verify_attention, pages, page_BJ, sinks_H, tree)
+        return _in_parts(plan, q_BTHC, position_BT, run)
+    return reference.verify_attention(
+        q_BTHC, k_pages_PGZC, v_pages_PGZC, position_BT, scale=scale, dtype=dtype, value_width=wide,
+        sinks_H=sinks_H, span=span, ring=ring, start_B=start_B, path_BTJ=path_BTJ, page_BJ=page_BJ,
+    )  # fmt: skip
 
 
 def obstacles(
@@ -139,10 +152,51 @@ def obstacles(
     return reasons
 
 
+def mosaic_obstacles(heads: int, pages: Pages, *, value_width: int, dtype: jnp.dtype, prompt: bool) -> list[str]:
+    """Returns why the Mosaic kernel cannot compute a case, each a sentence; empty if it can.
+
+    Args:
+      heads: H.
+      pages: of keys, and of values where these have their own, or their shapes and dtypes.
+      value_width: C'.
+      dtype: of the products' factors.
+      prompt: whether the positions are a prompt's.
+    """
+    tiles = mosaic_tiles_for(heads, pages, value_width, prompt=prompt)
+    return kernel_mosaic.obstacles(heads, pages[0], value_width=value_width, dtype=dtype, prompt=prompt, tiles=tiles)
+
+
+def mosaic_is_faster(heads: int, k_pages_PGZC: jax.Array, value_width: int, *, prompt: bool) -> str:
+    """Returns the measurement of this card by which Mosaic's kernel takes the place of Triton's, empty if none.
+
+    Never for steps, of which Triton gives the same bits for any number of positions.
+    """
+    key = Key(shape_of(heads, k_pages_PGZC, value_width), k_pages_PGZC.dtype.name)
+    return faster(MOSAIC, key) if prompt else ""
+
+
+def mosaic_tiles_for(heads: int, pages: Pages, value_width: int, *, prompt: bool) -> MosaicTiles:
+    """Returns sizes of the Mosaic kernel: safe ones, or of prompts measured ones where there are any."""
+    k_pages_PGZC, v_pages_PGZC = pages
+    default = kernel_mosaic.default_tiles(
+        k_pages_PGZC.shape[3], value_width, own_values=v_pages_PGZC is not None, prompt=prompt
+    )
+    if not prompt:
+        return default
+    shape = shape_of(heads, k_pages_PGZC, value_width)
+    return look_up(MOSAIC, default, shape=shape, form=k_pages_PGZC.dtype.name)
+
+
+def shape_of(heads: int, k_pages_PGZC: jax.Array, value_width: int) -> str:
+    """Sizes that tile sizes are measured for; not the rows, on which they must not depend."""
+    _, kv_heads, _, width = k_pages_PGZC.shape
+    return f"H{heads} G{kv_heads} C{width} V{value_width}"
+
+
 def case_name(heads: int, k_pages_PGZC: jax.Array, value_width: int) -> str:
     """The shape in words, for the choice's record."""
-    _, kv_heads, page, width = k_pages_PGZC.shape
-    return f"H{heads} G{kv_heads} C{width} V{value_width} {k_pages_PGZC.dtype.name} pages of {page}"
+    shape = shape_of(heads, k_pages_PGZC, value_width)
+    return f"{shape} {k_pages_PGZC.dtype.name} pages of {k_pages_PGZC.shape[2]}"
 
 
 def tiles_for(heads: int, k_pages_PGZC: jax.Array, value_width: int, block: int) -> Tiles:
@@ -150,15 +204,14 @@ def tiles_for(heads: int, k_pages_PGZC: jax.Array, value_width: int, block: int)
 
     A tile holds the queries of 8 positions where that is 64 rows or fewer; with very wide values, of half as many.
     """
-    _, kv_heads, _, width = k_pages_PGZC.shape
+    kv_heads = k_pages_PGZC.shape[1]
     height = min(max(1 << (8 * heads // kv_heads - 1).bit_length(), NARROWEST), 64)
     warps = 4 if value_width <= 128 else 8
     if height < 64 or value_width > 256:
         default = Tiles(min(height, 32), 32, launch=Launch(warps, 4 if value_width <= 256 else 2))
     else:
         default = Tiles(height, 64, launch=Launch(warps, 3 if value_width <= 128 else 2))
-    shape = f"H{heads} G{kv_heads} C{width} V{value_width}"
-    tiles = look_up(OP, default, shape=shape, form=k_pages_PGZC.dtype.name)
+    tiles = look_up(OP, default, shape=shape_of(heads, k_pages_PGZC, value_width), form=k_pages_PGZC.dtype.name)
     return replace(tiles, block=min(tiles.block, _power_in(block)))
 
 
@@ -183,13 +236,22 @@ def _checked(q, k_pages, v_pages, position_BT, wide: int | None, table_of_ring: 
     return wide
 
 
-def _in_parts(plan: Plan, q_BTHC: jax.Array, position_BT: jax.Array, operands: dict[str, jax.Array]) -> jax.Array:
+def _pages_of_rows(
+    rows: int, table_BJ: jax.Array | None, row_B: jax.Array | None, base: jax.Array | None, base_pages: int
+) -> jax.Array:
+    page_BJ = table_BJ
+    if page_BJ is None:
+        page_BJ = (jnp.arange(rows, dtype=jnp.int32) if row_B is None else row_B)[:, None]
+    return page_BJ if base is None else page_BJ + base * base_pages
+
+
+def _run(operands: dict[str, jax.Array], plan: Plan, q_BTHC: jax.Array, position_BT: jax.Array) -> jax.Array:
+    flat = {"q": q_BTHC.reshape(-1, plan.key_width), "position": position_BT.reshape(-1)}
+    return attend_kernel(plan, flat | operands).reshape(*q_BTHC.shape[:3], -1)
+
+
+def _in_parts(plan: Plan, q_BTHC: jax.Array, position_BT: jax.Array, run: Callable[..., jax.Array]) -> jax.Array:
     """All queries, in as many launches as their unmerged results need; a tree's in one."""
-
-    def run(part: Plan, q: jax.Array, position: jax.Array) -> jax.Array:
-        flat = {"q": q.reshape(-1, part.key_width), "position": position.reshape(-1)}
-        return attend_kernel(part, flat | operands).reshape(*q.shape[:3], -1)
-
     most = max(PIECES_BYTES // (4 * plan.splits * plan.rows * plan.heads * plan.value_width), 1)
     if plan.whole_reach or plan.paths or plan.count <= most:
         return run(plan, q_BTHC, position_BT)

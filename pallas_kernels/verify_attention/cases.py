@@ -32,7 +32,7 @@ class Sizes:
       sinks: whether heads have sinks.
       page: size of the pages of a shared pool, None where every row has one page.
       layers: layers one after another in the pages; the last of them is read.
-      row: the one page that a prefill reads, None where every row reads its own.
+      row: the one page that a prompt reads, or that of the first row of a pool, None where every row reads its own.
       parents: parent of each node of a tree.
       committed: length of the longest row.
       block: positions that may be read at a time.
@@ -114,7 +114,7 @@ class Sizes:
             x["q"], x["k"], x["v"], x["position"], scale=self.key_width**-0.5, dtype=jnp.dtype(self.compute),
             value_width=self.value_width, sinks_H=x["sinks"], span=self.span, ring=self.span is not None,
             start_B=x["start"], path_BTJ=self.path_BTJ, table_BJ=x["table"], row_B=x["row"], base=x["base"],
-            block=self.block, implementation=implementation,
+            block=self.block, prompt=self.row is not None, implementation=implementation,
         )  # fmt: skip
 
     def read_bytes(self, *arguments: Any) -> int:
@@ -153,7 +153,10 @@ def _normal(key: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
 def _case(name: str, size: Any, sizes: Sizes) -> Case:
     # Of weights rounded to 8 bits the reference and the kernel round those of a block with another maximum differently.
     tolerance = 1e-5 if sizes.compute == "float32" else 2**-7
-    return Case(name, size, sizes.abstract, sizes.random, sizes.call, tolerance, sizes.read_bytes)
+    mosaic = sizes.cached == sizes.compute == "bfloat16" and (
+        sizes.row is not None or sizes.heads // sizes.kv_heads >= 64
+    )
+    return Case(name, size, sizes.abstract, sizes.random, sizes.call, tolerance, sizes.read_bytes, mosaic)
 
 
 def _tiny() -> dict[str, Sizes]:
@@ -162,6 +165,7 @@ def _tiny() -> dict[str, Sizes]:
     latent = replace(plain, heads=6, kv_heads=1, key_width=24, value_width=16)
     tree = {"parents": TREE, "count": len(TREE), "committed": 37}
     bits = {"cached": "uint16", "compute": "bfloat16"}
+    prompt = Sizes(4, 2, 64, rows=1, row=0, count=24, capacity=192, committed=100)
     return {
         "chain-of-7-heads": replace(plain, heads=7, kv_heads=1, key_width=24, sinks=True),
         "chain-pool-layers": replace(plain, page=16, rows=3, layers=3, **bits),
@@ -175,6 +179,12 @@ def _tiny() -> dict[str, Sizes]:
         "tree-ring-chunks": replace(ring, span=-13, **tree),
         "latent": replace(latent, page=16),
         "latent-tree": replace(latent, **tree, **bits),
+        "prompt-ring": replace(prompt, heads=2, kv_heads=1, row=1, span=70, capacity=128, committed=150, sinks=True),
+        "prompt": replace(prompt, page=64, layers=2, sinks=True),
+        "prompt-latent": replace(prompt, heads=2, kv_heads=1, key_width=448, value_width=384),
+        "step-latent-tree": replace(
+            prompt, heads=64, kv_heads=1, key_width=448, value_width=384, row=None, parents=(-1, 0, 0), count=3
+        ),
     }
 
 
@@ -193,11 +203,18 @@ def _real() -> dict[str, Sizes]:
         cases[f"{name}-chain"] = sizes
         cases[f"{name}-tree"] = replace(sizes, parents=TREE, count=len(TREE))
     qwen, latent = cases["qwen3-30b-a3b-chain"], cases["deepseek-v3-of-8-chain"]
+    prompt = {"rows": 1, "count": 256, "row": 0}
     cases["qwen3-30b-a3b-pool"] = replace(qwen, page=256, layers=2)
     cases["qwen3-30b-a3b-bits"] = replace(qwen, cached="uint16")
     cases["qwen3-30b-a3b-prefill"] = replace(qwen, rows=1, row=7, count=256)
     cases["deepseek-v3-of-8-pool"] = replace(latent, page=256, layers=2)
+    cases["qwen3-30b-a3b-prefill-pool"] = replace(qwen, page=256, layers=2, **prompt)
+    cases["gpt-oss-window-prefill"] = replace(cases["gpt-oss-window-chain"], capacity=512, **prompt)
+    cases["gpt-oss-full-prefill"] = replace(cases["gpt-oss-full-chain"], **prompt)
     cases["deepseek-v3-of-8-prefill"] = replace(latent, rows=1, row=7, count=256)
+    cases["deepseek-v3-chain"] = replace(latent, heads=128)
+    cases["deepseek-v3-tree"] = replace(cases["deepseek-v3-of-8-tree"], heads=128)
+    cases["deepseek-v3-prefill"] = replace(latent, heads=128, **prompt)
     return cases
 
 

@@ -41,7 +41,7 @@ def verify_attention(
     at_BTS = place_BTS
     if path_BTJ is not None:
         assert start_B is not None, "a tree stands after the committed positions"
-        at_BTS = _at_depths(place_BTS, start_B, path_BTJ)
+        at_BTS = at_depths(place_BTS, start_B, path_BTJ)
     page_BTS = jnp.take_along_axis(page_BJ[:, None], at_BTS // page % page_BJ.shape[1], axis=2, mode="clip")
     k_BTSGC = _values(k_pages_PGZC[page_BTS, :, at_BTS % page]).astype(dtype)
     v_BTSGC = k_BTSGC[..., :value_width]
@@ -64,8 +64,8 @@ def verify_attention(
     return out.reshape(rows, count, heads, -1) / total[..., None]
 
 
-def _at_depths(place_BTS: jax.Array, start_B: jax.Array, path_BTJ: jax.Array) -> jax.Array:
-    """Returns where each node of a tree finds its ancestors: at the positions of their depths."""
+def at_depths(place_BTS: jax.Array, start_B: jax.Array, path_BTJ: jax.Array) -> jax.Array:
+    """Returns where each node of a tree finds what it sees at positions: its ancestors at those of their depths."""
     deepest = path_BTJ.shape[2]
     depth_BTS = place_BTS - start_B[:, None, None]
     path_BTJ = jnp.broadcast_to(path_BTJ, (*place_BTS.shape[:2], deepest))

@@ -42,6 +42,30 @@ def test_every_case_of_mosaic_compiles_to_tma_and_wgmma():
 
 
 @pytest.mark.slow
+def test_attention_of_mosaic_compiles_to_tma_and_wgmma():
+    reports = process.run("jaxspec.aot.kernel_cases:compile_cases", gate=True, op="verify_attention", by="mosaic")
+    assert {"qwen3-30b-a3b-prefill-pool", "gpt-oss-window-prefill", "deepseek-v3-prefill", "deepseek-v3-tree"} < set(
+        reports
+    )
+    assert {name: case["error"] for name, case in reports.items() if case["error"]} == {}
+    for name, case in reports.items():
+        short = name in (
+            "prompt-ring",
+            "gpt-oss-window-prefill",
+        )  # a window within a piece, with nothing to put together
+        assert case["launches"]["kCustomCall"] == (1 if short else 2), name
+    kernels = [kernel for case in reports.values() for kernel in case["kernels"].items()]  # equal ones compile once
+    assert {name for name, _ in kernels} == {"verify_attention", "verify_attention_pieces"}
+    for name, kernel in kernels:
+        assert (kernel["target"], kernel["spilled_bytes"], kernel["serialized"]) == ("sm_90a", 0, False)
+        assert kernel["shared_bytes"] <= MOST_SHARED_BYTES
+        if name == "verify_attention":
+            assert "m64n64k16.f32.bf16.bf16" in kernel["products"]
+            assert kernel["warpgroup_registers"] == [40, 232]
+            assert kernel["reads"] >= 2  # queries and keys
+
+
+@pytest.mark.slow
 def test_activations_of_all_families_compile_by_mosaic():
     spilled = process.run("tests.aot.small_programs:compile_activations")
     assert len(spilled) >= 8

@@ -49,6 +49,7 @@ ROWS = {
     "bandwidth": {"name", "bytes_per_s"},
     "matmul": {"name", "size", "flop_per_s"},
     "calls": {"model", "rows", "time_s", "least_s", "most_s", "read_bytes", "bytes_per_s", "share_of_copy"},
+    "prompts": {"case", "kernel", "time_s", "least_s"},
     "weights": {"model", "bytes"},
     "cells": {
         "model", "rows", "drafts", "context", "step_s", "read_bytes", "bound_s", "fraction_of_bound", "verify_ratio",
