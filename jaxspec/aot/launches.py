@@ -16,7 +16,7 @@ CONTROL = frozenset({
     "kWaitForStreams",
 })  # fmt: skip
 
-CACHE, EXPERTS = ("verify_attention", "heads_to_cache"), ("experts_", "sort_rows")
+CACHE, EXPERTS = ("verify_attention", "heads_to_cache", "latents_to_cache"), ("experts_", "sort_rows")
 ROUTING, HEAD, LAYERS = "route/", "Transformer.logits", "/Transformer"
 
 

@@ -1,8 +1,9 @@
 """Multi-head latent attention: all heads' keys and values are products of one small cached vector per position."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -11,9 +12,10 @@ from jaxspec.cache.addressing import StreamSpec, write
 from jaxspec.cache.window import pack, take_outputs, unpack
 from jaxspec.nn.cached_attention import attend_cached, attend_new
 from jaxspec.nn.dense import dense, per_head_dense
+from jaxspec.nn.fused_latents import RANK_NORM_EPS, latents_by_kernel, values_by_kernel
 from jaxspec.nn.fused_norm import PartialSum
 from jaxspec.nn.inputs import Inputs, Mixed
-from jaxspec.nn.matrix import own_of
+from jaxspec.nn.matrix import Matrix, own_of
 from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.param import Param, declare
 from jaxspec.nn.policy import Policy, Weight
@@ -38,8 +40,6 @@ KV_B = Param("kv_b_HXR", ("heads", "kv_channels", "rank"), "weight")
 OUT = Param("out_HCD", ("heads", "head_dim", "embed"), inputs=2)
 HEAD_GATE = Param("head_gate_DH", ("embed", "heads"))
 OUT_BIAS = Param("out_bias_D", ("embed",), "bias")
-
-RANK_NORM_EPS = 1e-6  # fixed in the reference, whatever the model's own
 
 
 @dataclass(frozen=True)
@@ -111,31 +111,25 @@ class LatentAttention(nn.Module):
     def __call__(self, x_BTD: Array, inputs: Inputs) -> Mixed:
         """Projects to the latent vector, selects where there is an indexer, and attends."""
         s, p, window = self.spec, self.policy, inputs.window
-        q_BTHC, low_BTR = self._queries(x_BTD, inputs.position_BT)
-        c_BTR, turned_BT1C = self._latent(x_BTD, inputs.position_BT)
-        q_BTHC, c_BTR, turned_BT1C = (unpack(x, window) for x in (q_BTHC, c_BTR, turned_BT1C))
-        kv_HXR = declare(self, p, KV_B, (s.heads, s.plain_dim + s.value_dim, s.rank))
+        params, new = self._params(x_BTD.shape[-1]), None
+        made = latents_by_kernel(x_BTD, params, inputs, s, p.compute.dtype)
+        if made is not None:
+            q_BTHC, low_BTR, memory = made
+            q_BTHC, inputs = unpack(q_BTHC, window), replace(inputs, memory=memory)
+        else:
+            q_BTHC, low_BTR = self._queries(x_BTD, inputs, params)
+            q_BTHC, *new = (unpack(x, window) for x in (q_BTHC, *self._latent(x_BTD, inputs, params)))
         inputs = replace(inputs.unpack(), selection=inputs.selection if s.reuses_selection else None)
         if s.index is not None:
             assert low_BTR is not None, "an indexer reads the low-rank queries"
             indexer = Indexer(s.index, self.model_dim, p, name="indexer")
             selection, memory = indexer(unpack(x_BTD, window), unpack(low_BTR, window), inputs)
             inputs = replace(inputs, selection=selection, memory=memory)
-        new_BT1C = jnp.concatenate([c_BTR[:, :, None], turned_BT1C], axis=-1)
-        if isinstance(inputs.memory, Unrolled):
-            memory = inputs.memory.append(new_BT1C, c_BTR[:, :, None])
-            out = _absorbed(q_BTHC, partial(attend_unrolled, memory=memory, scale=s.scale), kv_HXR, s, p)
-        elif (cache := inputs.cache_window) is None:
-            k_BTHC, v_BTHC = _written_out(c_BTR, turned_BT1C, kv_HXR, s, p.compute.dtype)
-            out, memory = attend_new(q_BTHC, k_BTHC, v_BTHC, inputs, scale=s.scale)
+        if inputs.cache_window is None:
+            assert new is not None, "kernels write into a cache"
+            out, memory = self._without_cache(q_BTHC, new, params["kv_b"], inputs)
         else:
-            latent = write(inputs.memory["latent"], s.streams["latent"], cache, new_BT1C)
-            memory = inputs.memory | {"latent": latent}
-            attend = partial(
-                attend_cached, pages=(latent, None), inputs=inputs.of_outputs(), stream=s.streams["latent"], policy=p,
-                scale=s.scale, value_width=s.rank,
-            )  # fmt: skip
-            out = _absorbed(take_outputs(q_BTHC, window), attend, kv_HXR, s, p)
+            out, memory = self._cached(take_outputs(q_BTHC, window), new, params["kv_b"], inputs)
         w_o = declare(self, p, OUT, (s.heads, s.value_dim, self.model_dim))
         bias = declare(self, p, OUT_BIAS, (self.model_dim,), by_kernel=True) if s.bias else None
         out = pack(out, window)
@@ -148,36 +142,80 @@ class LatentAttention(nn.Module):
         shares = s.reuses_selection or (s.index is not None and s.index.shares_selection)
         return Mixed(out, memory, inputs.selection if shares else None)
 
-    def _queries(self, x_BTD: Array, position_BT: Array) -> tuple[Array, Array | None]:
-        """Queries, rotated at the end, and the normalized vector that they are products of."""
+    def _params(self, width: int) -> dict[str, Any]:
+        """Parameters in front of the heads, by the names that ``latents_by_kernel`` has for them."""
         s, p = self.spec, self.policy
-        each, low = (s.heads, s.plain_dim + s.rope.dim), None
+        each, both = (s.heads, s.plain_dim + s.rope.dim), s.rank + s.rope.dim
+
+        def own(param: Param, *shape: int, by_kernel: bool = True) -> Any:
+            return declare(self, p, param, shape, by_kernel=by_kernel)
+
         if s.query_rank is None:
-            q = dense(x_BTD, declare(self, p, Q, (x_BTD.shape[-1], *each)), dtype=p.compute.dtype)
+            params = {"q": own(Q, width, *each)}
         else:
-            w_a = declare(self, p, Q_A, (x_BTD.shape[-1], s.query_rank))
-            low = dense(x_BTD, w_a, self._bias(Q_A_BIAS, s.query_rank), dtype=p.compute.dtype)
-            low = rms_norm(low, declare(self, p, Q_NORM, (s.query_rank,)), RANK_NORM_EPS)
-            q = dense(low, declare(self, p, Q_B, (s.query_rank, *each)), dtype=p.compute.dtype)
-        turned = self._turned(q[..., s.plain_dim :], position_BT)
-        q = jnp.concatenate([q[..., : s.plain_dim], turned], axis=-1)
-        return (q if s.temperature is None else q * s.temperature.at(position_BT)[..., None, None]), low
+            params = {"q_a": own(Q_A, width, s.query_rank)}
+            params |= {"q_bias": own(Q_A_BIAS, s.query_rank)} if s.bias else {}
+            params |= {"q_norm": own(Q_NORM, s.query_rank), "q_b": own(Q_B, s.query_rank, *each)}
+        params["kv_a"] = own(KV_A, width, both)
+        params |= {"bias": own(KV_A_BIAS, both)} if s.bias else {}
+        params |= {"norm": own(KV_NORM, s.rank), "kv_b": own(KV_B, s.heads, s.plain_dim + s.value_dim, s.rank)}
+        return params
 
-    def _latent(self, x_BTD: Array, position_BT: Array) -> tuple[Array, Array]:
+    def _queries(self, x_BTD: Array, inputs: Inputs, params: Mapping[str, Any]) -> tuple[Array, Array | None]:
+        """Queries, rotated at the end, and the normalized vector that they are products of."""
+        s, product, low = self.spec, partial(dense, dtype=self.policy.compute.dtype), None
+        if s.query_rank is None:
+            q = product(x_BTD, params["q"])
+        else:
+            low = product(x_BTD, params["q_a"], own_of(params.get("q_bias")))
+            low = rms_norm(low, own_of(params["q_norm"]), RANK_NORM_EPS)
+            q = product(low, params["q_b"])
+        q = jnp.concatenate([q[..., : s.plain_dim], self._turned(q[..., s.plain_dim :], inputs)], axis=-1)
+        return (q if s.temperature is None else q * s.temperature.at(inputs.position_BT)[..., None, None]), low
+
+    def _latent(self, x_BTD: Array, inputs: Inputs, params: Mapping[str, Any]) -> tuple[Array, Array]:
         """The normalized vector of each position, and its rotated key."""
-        s, p = self.spec, self.policy
-        width = s.rank + s.rope.dim
-        w_a, bias = declare(self, p, KV_A, (x_BTD.shape[-1], width)), self._bias(KV_A_BIAS, width)
-        both = dense(x_BTD, w_a, bias, dtype=p.compute.dtype)
-        c = rms_norm(both[..., : s.rank], declare(self, p, KV_NORM, (s.rank,)), RANK_NORM_EPS)
+        s = self.spec
+        both = dense(x_BTD, params["kv_a"], own_of(params.get("bias")), dtype=self.policy.compute.dtype)
+        c = rms_norm(both[..., : s.rank], own_of(params["norm"]), RANK_NORM_EPS)
         c = c if s.latent_scale == 1 else c * s.latent_scale
-        return c, self._turned(both[:, :, None, s.rank :], position_BT)
+        return c, self._turned(both[:, :, None, s.rank :], inputs)
 
-    def _turned(self, x_BTHC: Array, position_BT: Array) -> Array:
-        return rotate(x_BTHC, position_BT, self.spec.rope) if self.spec.rotates else x_BTHC
+    def _turned(self, x_BTHC: Array, inputs: Inputs) -> Array:
+        rope = self.spec.rope
+        return rotate(x_BTHC, inputs.rotation(rope), rope) if self.spec.rotates else x_BTHC
 
-    def _bias(self, param: Param, width: int) -> Array | None:
-        return declare(self, self.policy, param, (width,)) if self.spec.bias else None
+    def _without_cache(
+        self, q_BTHC: Array, new: list[Array], kv_b: Weight | Matrix, inputs: Inputs
+    ) -> tuple[Array, Any]:
+        """What heads give where whole texts attend to themselves, or rounds of a head in training; and the memory."""
+        s, p, kv_HXR, (c_BTR, turned_BT1C) = self.spec, self.policy, own_of(kv_b), new
+        if not isinstance(inputs.memory, Unrolled):
+            k_BTHC, v_BTHC = _written_out(c_BTR, turned_BT1C, kv_HXR, s, p.compute.dtype)
+            return attend_new(q_BTHC, k_BTHC, v_BTHC, inputs, scale=s.scale)
+        memory = inputs.memory.append(_joined(c_BTR, turned_BT1C), c_BTR[:, :, None])
+        out = attend_unrolled(_to_latents(q_BTHC, kv_HXR, s, p), memory, scale=s.scale)
+        return _to_values(out, kv_HXR, s, p), memory
+
+    def _cached(
+        self, q_BTHC: Array, new: list[Array] | None, kv_b: Weight | Matrix, inputs: Inputs
+    ) -> tuple[Array, Any]:
+        """The same over a cache, of queries in the latents' space if a kernel has written what is new."""
+        s, p, memory, window = self.spec, self.policy, inputs.memory, inputs.cache_window
+        assert window is not None, "asked of layers with a cache"
+        if new is not None:
+            latent = write(memory["latent"], s.streams["latent"], window, _joined(*new))
+            memory, q_BTHC = memory | {"latent": latent}, _to_latents(q_BTHC, kv_b, s, p)
+        out = attend_cached(
+            q_BTHC, (memory["latent"], None), inputs.of_outputs(), s.streams["latent"], p, scale=s.scale,
+            value_width=s.rank,
+        )  # fmt: skip
+        return _to_values(out, kv_b, s, p), memory
+
+
+def _joined(c_BTR: Array, turned_BT1C: Array) -> Array:
+    """What is cached of each position, [B, T, 1, R + rotated channels]."""
+    return jnp.concatenate([c_BTR[:, :, None], turned_BT1C], axis=-1)
 
 
 def _written_out(
@@ -189,13 +227,20 @@ def _written_out(
     return jnp.concatenate([kv_BTHX[..., : spec.plain_dim], turned], axis=-1), kv_BTHX[..., spec.plain_dim :]
 
 
-def _absorbed(
-    q_BTHC: Array, attend: Callable[[Array], Array], kv_HXR: Weight, spec: LatentSpec, policy: Policy
-) -> Array:
-    """Computes attention to the vectors themselves (DeepSeek-V2, appendix C); a key begins with the value."""
-    dtype, cut = policy.compute.dtype, spec.plain_dim
-    kv_HXR = widen(kv_HXR, dtype)
-    product = partial(per_head_dense, dtype=dtype, apart=policy.compute.splits_rows)
-    plain_BTHR = product(q_BTHC[..., :cut], kv_HXR[:, :cut], contract=1)
-    q = jnp.concatenate([plain_BTHR, q_BTHC[..., cut:]], axis=-1)
-    return product(attend(q), kv_HXR[:, cut:], contract=2)
+def _to_latents(q_BTHC: Array, kv_b: Weight | Matrix, spec: LatentSpec, policy: Policy) -> Array:
+    """Computes queries that attend to the vectors themselves (DeepSeek-V2, appendix C); a key begins with the value."""
+    cut = spec.plain_dim
+    plain_BTHR = _per_head(q_BTHC[..., :cut], kv_b, slice(None, cut), policy, contract=1)
+    return jnp.concatenate([plain_BTHR, q_BTHC[..., cut:]], axis=-1)
+
+
+def _to_values(out_BTHR: Array, kv_b: Weight | Matrix, spec: LatentSpec, policy: Policy) -> Array:
+    """Computes what heads give from what they give in the vectors' space."""
+    out = values_by_kernel(out_BTHR, kv_b, spec, policy.compute.dtype)
+    return _per_head(out_BTHR, kv_b, slice(spec.plain_dim, None), policy, contract=2) if out is None else out
+
+
+def _per_head(x_BTHC: Array, kv_b: Weight | Matrix, channels: slice, policy: Policy, *, contract: int) -> Array:
+    dtype, apart = policy.compute.dtype, policy.compute.splits_rows
+    w_HXR = widen(own_of(kv_b), dtype)[:, channels]
+    return per_head_dense(x_BTHC, w_HXR, contract=contract, dtype=dtype, apart=apart)

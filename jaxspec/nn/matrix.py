@@ -1,5 +1,6 @@
 """A weight used only in matrix products: keeps (stack, index) to avoid slicing out a copy, and picks the kernel."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,17 @@ from jaxspec.native.packing import Packed, unpack
 from jaxspec.native.product import product
 from jaxspec.nn.policy import Kernels
 from jaxspec.shapes import Array
-from pallas_kernels.few_rows_dense.api import MOST_ROWS, OP, case_name, few_rows_dense, flat, obstacles
+from pallas_kernels.few_rows_dense.api import (
+    MOST_ROWS,
+    OP,
+    case_name,
+    few_rows_dense,
+    flat,
+    obstacles,
+    products_of_rows,
+)
 from pallas_kernels.quantized import Quantized
-from pallas_kernels.select import choose
+from pallas_kernels.select import Choice, choose
 
 UNPACKED = "weights are packed when a checkpoint is loaded, if no scale begins within a pair of depths"
 
@@ -62,7 +71,16 @@ class Matrix:
         return None if isinstance(self.whole, Packed) else self._few_rows(x_MD, dtype, axes, summed=False)
 
     def _few_rows(self, x_MD: Array, dtype: Any, axes: int, *, summed: bool) -> Array | None:
-        rows, stacked = x_MD.shape[0], self.layer is not None
+        chosen = self._chosen(len(x_MD), axes)
+        if chosen is None:
+            return None
+        w, choice = chosen
+        how = {"layer": self.layer, "implementation": choice, "summed": summed}
+        return few_rows_dense(x_MD, w, dtype=jnp.dtype(dtype), **how)
+
+    def _chosen(self, rows: int, axes: int) -> tuple[Array | Quantized, Choice] | None:
+        """The weight as the kernel of few rows reads it, and that choice; None where XLA computes."""
+        stacked = self.layer is not None
         if self.kernels == "xla" or rows > MOST_ROWS:
             return None
         if self.kernels == "native":
@@ -74,10 +92,23 @@ class Matrix:
         if w is not None:
             name, blocked = case_name(rows, w), obstacles(w, rows, stacked=stacked)
         choice = choose(OP, name, self.kernels, "cuda", blocked)
-        if w is None or choice.implementation == "xla":
-            return None
-        how = {"layer": self.layer, "implementation": choice, "summed": summed}
-        return few_rows_dense(x_MD, w, dtype=jnp.dtype(dtype), **how)
+        return None if w is None or choice.implementation == "xla" else (w, choice)
+
+
+def parts_together(x_MD: Array, matrices: Sequence[Matrix], dtype: Any) -> list[Array] | None:
+    """Returns ``Matrix.parts`` of the same rows by one launch; None where no GPU's kernel computes all of them.
+
+    Args:
+      x_MD: rows.
+      matrices: of one layer, not packed.
+      dtype: of both factors.
+    """
+    chosen = [pair for matrix in matrices if (pair := matrix._chosen(len(x_MD), 1)) is not None]
+    if len(chosen) < len(matrices):
+        return None
+    weights, choices = zip(*chosen, strict=True)
+    how = {"layer": matrices[0].layer, "implementation": choices[0]}
+    return products_of_rows(x_MD, weights, dtype=jnp.dtype(dtype), **how)
 
 
 def own_of(w: Any) -> Any:

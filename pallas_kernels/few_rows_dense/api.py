@@ -1,7 +1,7 @@
 """Few-row products: checks, choice of the implementation, and the call."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -59,13 +59,38 @@ def few_rows_dense(
     if not isinstance(implementation, Choice):
         reasons = obstacles(w, x_MD.shape[0], stacked=layer is not None)
         implementation = choose(OP, case_name(x_MD.shape[0], w), implementation, "", reasons)
+    [part_SMN] = products_of_rows(x_MD, [w], dtype=dtype, layer=layer, implementation=implementation, tiles=tiles)
+    if not summed:
+        return part_SMN
+    total = part_SMN[0]
+    for part_MN in part_SMN[1:]:
+        total = total + part_MN
+    return total if bias_N is None else total + bias_N.astype(jnp.float32)
+
+
+def products_of_rows(
+    x_MD: jax.Array, weights: Sequence[Weight], *, dtype: jnp.dtype, layer: jax.Array | None, implementation: Choice,
+    tiles: Tiles | None = None,
+) -> list[jax.Array]:  # fmt: skip
+    """Multiplies the same rows with several weights by one launch of the kernel.
+
+    Args:
+      x_MD: rows.
+      weights: of one depth, see ``few_rows_dense``; nothing may stand in the kernel's way with any, see ``obstacles``.
+      dtype: of both factors.
+      layer: int32, which layer of the stacks.
+      implementation: what computes all of them.
+      tiles: sizes for all; those that were measured for each, or else a safe default, if None.
+
+    Returns:
+      float32 [S, M, N] for each weight, parts to be added up; each sum is in the order of a launch of its own.
+    """
     dtype = jnp.dtype(dtype)
     if implementation.implementation == "xla":
-        out_MN = reference.few_rows_dense(x_MD, w, bias_N if summed else None, dtype=dtype, layer=layer)
-        return out_MN if summed else out_MN[None]
+        return [reference.few_rows_dense(x_MD, w, dtype=dtype, layer=layer)[None] for w in weights]
     return kernel.few_rows_dense(
-        x_MD, w, bias_N, dtype=dtype, layer=layer, tiles=tiles or tiles_for(w, dtype),
-        implementation=implementation.implementation, summed=summed,
+        x_MD, weights, dtype=dtype, layer=layer, tiles=[tiles or tiles_for(w, dtype) for w in weights],
+        implementation=implementation.implementation,
     )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Named cases of few-row products: small ones of every form, and dense weights of published models."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.backend import Implementation
 from pallas_kernels.case import Case
-from pallas_kernels.few_rows_dense.api import few_rows_dense
+from pallas_kernels.few_rows_dense.api import few_rows_dense, products_of_rows
+from pallas_kernels.select import Choice
 from pallas_kernels.weight_cases import abstract_weight, nbytes, random_weight
 
 
@@ -74,6 +75,30 @@ def _case(name: str, size: Literal["tiny", "real"], s: Sizes) -> Case:
     return make(partial(_abstract, s), partial(_random, s), partial(_call, s))
 
 
+def _together(name: str, size: Literal["tiny", "real"], s: Sizes, *columns: int) -> Case:
+    """Several weights of the same rows by one launch, here each sum by itself."""
+    each = [replace(s, columns=n) for n in columns]
+
+    def abstract() -> tuple[Any, ...]:
+        x_MD, _, _, layer = _abstract(s)
+        return x_MD, [_abstract(one)[1] for one in each], layer
+
+    def random(key: jax.Array) -> tuple[Any, ...]:
+        x_MD, _, _, layer = _random(s, key)
+        return x_MD, [_random(one, jax.random.fold_in(key, one.columns))[1] for one in each], layer
+
+    def call(implementation: Implementation) -> Any:
+        choice = Choice("few_rows_dense", name, implementation, "a case")
+
+        def run(x_MD: jax.Array, weights: Any, layer: Any) -> list[jax.Array]:
+            parts = products_of_rows(x_MD, weights, dtype=s.dtype, layer=layer, implementation=choice)
+            return [jnp.sum(part_SMN, axis=0) for part_SMN in parts]
+
+        return run
+
+    return Case(name, size, abstract, random, call, 2e-5 if s.form == "bfloat16" else 4e-3)
+
+
 CASES: tuple[Case, ...] = (
     _case("one_row", "tiny", Sizes(1, 64, 48)),
     _case("rows_past_a_block", "tiny", Sizes(21, 96, 32)),
@@ -87,6 +112,7 @@ CASES: tuple[Case, ...] = (
     _case("fp8_one_scale_per_tile", "tiny", Sizes(4, 256, 128, "fp8")),
     _case("fp8_cut", "tiny", Sizes(20, 1024, 80, "fp8", block=32)),
     _case("int8_bias", "tiny", Sizes(4, 96, 80, "int8", bias=True)),
+    _together("three_weights", "tiny", Sizes(21, 544, 0, layers=2), 80, 16, 200),
     _case("qwen3_30b_qkv_1", "real", Sizes(1, 2048, 5120, layers=48)),
     _case("qwen3_30b_qkv_16", "real", Sizes(16, 2048, 5120, layers=48)),
     _case("qwen3_30b_qkv_256", "real", Sizes(256, 2048, 5120, layers=48)),
@@ -99,5 +125,7 @@ CASES: tuple[Case, ...] = (
     _case("deepseek_v3_q_b_4", "real", Sizes(4, 1536, 24576, "fp8", layers=58)),
     _case("deepseek_v3_out_32", "real", Sizes(32, 16384, 7168, "fp8", layers=58)),
     _case("deepseek_v3_kv_a_256", "real", Sizes(256, 7168, 576, "fp8", layers=58)),
+    _together("deepseek_v3_latents_4", "real", Sizes(4, 7168, 0, "fp8", layers=58), 1536, 576),
+    _together("deepseek_v2_lite_latents_1", "real", Sizes(1, 2048, 0, layers=26), 3072, 576),
     _case("qwen3_30b_qkv_int8_4", "real", Sizes(4, 2048, 5120, "int8", layers=48)),
 )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.backend import Implementation, Launch, launch, load, program_id, store, whole
+from pallas_kernels.backend import Implementation, Launch, launch, load, program_id, store, when, whole
 from pallas_kernels.product import Layout, layout, references
 from pallas_kernels.quantized import Weight, exponent
 
@@ -52,62 +52,85 @@ class _Body:
     steps: int
     dtype: jnp.dtype
     stacked: bool
+    first_tile: int
+
+    @property
+    def tiles(self) -> int:
+        """Programs side by side along the columns; the first one of them all has the number ``first_tile``."""
+        return -(-self.facts.columns // self.columns)
 
 
 def few_rows_dense(
     x_MD: jax.Array,
-    w: Weight,
-    bias_N: jax.Array | None,
+    weights: Sequence[Weight],
     *,
     dtype: jnp.dtype,
     layer: jax.Array | None,
-    tiles: Tiles,
+    tiles: Sequence[Tiles],
     implementation: Implementation,
-    summed: bool,
-) -> jax.Array:
-    """As ``api.few_rows_dense``."""
+) -> list[jax.Array]:
+    """Returns the parts [S, M, N] of each weight's product, all by one launch.
+
+    Args:
+      x_MD: rows.
+      weights: see ``api.few_rows_dense``.
+      dtype: of both factors.
+      layer: int32, which layer of the stacks.
+      tiles: sizes for each weight; warps and stages are the first one's.
+      implementation: what computes it.
+    """
     rows, lead = x_MD.shape[0], 0 if layer is None else 1
-    facts = layout(w, lead=lead)
-    body = _body(facts, rows, tiles, dtype, stacked=layer is not None)
+    bodies, first_tile = [], 0
+    for w, own in zip(weights, tiles, strict=True):
+        bodies.append(_body(layout(w, lead=lead), rows, own, dtype, first_tile, stacked=layer is not None))
+        first_tile += bodies[-1].tiles
     place = jnp.zeros(1, jnp.int32) if layer is None else layer.astype(jnp.int32).reshape(1)
-    operands = [place, x_MD, *references(w)]
-    out = jax.ShapeDtypeStruct((body.parts, rows, facts.columns), jnp.float32)
-    out_SMN = launch(
-        partial(_product, body),
+    read = [references(w) for w in weights]
+    operands = [place, x_MD, *(operand for each in read for operand in each)]
+    outs = [jax.ShapeDtypeStruct((body.parts, rows, body.facts.columns), jnp.float32) for body in bodies]
+    return launch(
+        partial(_one_of, tuple(bodies), tuple(map(len, read))),
         *operands,
         name="few_rows_dense",
-        grid=(-(-rows // (ROWS * body.blocks)), -(-facts.columns // body.columns), body.parts),
+        grid=(-(-rows // (ROWS * bodies[0].blocks)), first_tile, max(body.parts for body in bodies)),
         in_specs=[whole(operand.shape) for operand in operands],
-        out_specs=whole(out.shape),
-        out_shape=out,
-        how=Launch(tiles.num_warps, tiles.num_stages),
+        out_specs=[whole(out.shape) for out in outs],
+        out_shape=outs,
+        how=Launch(tiles[0].num_warps, tiles[0].num_stages),
         implementation=implementation,
     )
-    if not summed:
-        return out_SMN
-    total = out_SMN[0]
-    for part in range(1, body.parts):
-        total = total + out_SMN[part]
-    return total if bias_N is None else total + bias_N.astype(jnp.float32)
 
 
-def _body(facts: Layout, rows: int, tiles: Tiles, dtype: jnp.dtype, *, stacked: bool) -> _Body:
+def _body(facts: Layout, rows: int, tiles: Tiles, dtype: jnp.dtype, first_tile: int, *, stacked: bool) -> _Body:
     columns = min(tiles.columns, max(16, 1 << (facts.columns - 1).bit_length()))
     step = facts.step(tiles.depth)
     steps = -(-facts.depth // step)
     parts = min(tiles.programs // -(-facts.columns // columns), steps // FEWEST_STEPS)
     each = -(-steps // max(parts, 1))
     blocks = next(n for n in (1, 2, MOST_BLOCKS) if ROWS * n >= min(rows, ROWS * MOST_BLOCKS))
-    return _Body(facts, rows, blocks, columns, step, -(-steps // each), each, dtype, stacked)
+    return _Body(facts, rows, blocks, columns, step, -(-steps // each), each, dtype, stacked, first_tile)
 
 
-def _product(body: _Body, layer_ref, x_ref, *refs: Any):
+def _one_of(bodies: tuple[_Body, ...], counts: tuple[int, ...], layer_ref, x_ref, *refs: Any):
+    """A program of one of the weights, each of which is read by so many references."""
+    outs, first, place = refs[sum(counts) :], 0, (program_id(0), program_id(1), program_id(2))
+    for body, count, out_ref in zip(bodies, counts, outs, strict=True):
+        run = partial(_product, body, place, layer_ref, x_ref, *refs[first : first + count], out_ref)
+        first += count
+        if len(bodies) == 1:
+            run()
+            return
+        tile = place[1] - body.first_tile
+        when((tile >= 0) & (tile < body.tiles) & (place[2] < body.parts))(run)
+
+
+def _product(body: _Body, place: tuple[jax.Array, jax.Array, jax.Array], layer_ref, x_ref, *refs: Any):
     """One tile of columns, over one part of the depth, for a few blocks of rows."""
     *weight_refs, out_ref = refs
-    facts, part = body.facts, program_id(2)
-    first_column = program_id(1) * body.columns
+    facts, (block, tile, part) = body.facts, place
+    first_column = (tile - body.first_tile) * body.columns
     column = first_column + jnp.arange(body.columns, dtype=jnp.int32)
-    first_row = program_id(0) * (ROWS * body.blocks)
+    first_row = block * (ROWS * body.blocks)
     rows = [first_row + b * ROWS + jnp.arange(ROWS, dtype=jnp.int32) for b in range(body.blocks)]
     lead = (layer_ref[0],) if body.stacked else ()
     factor_at = partial(_factor, weight_refs, facts, lead, first_column, body.columns)

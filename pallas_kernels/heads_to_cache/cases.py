@@ -8,6 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.cache_cases import abstract_where, random_where
 from pallas_kernels.case import Case
 from pallas_kernels.heads_to_cache.api import Heads, heads_to_cache
 
@@ -45,15 +46,8 @@ def _abstract(s: Sizes) -> tuple[Any, ...]:
     shapes = {"bias": (*lead, h.kv_heads, h.group + 2, h.width), "q_norm": (*lead, h.width), "k_norm": (*lead, h.width)}
     pages = s.rows * max(s.table, 1) * max(s.layers, 1)
     page = jax.ShapeDtypeStruct((pages, h.kv_heads, s.page, h.width), jnp.dtype(s.dtype))
-    where: dict[str, Any] = {"first": jax.ShapeDtypeStruct((s.rows,), whole)}
-    if s.table:
-        where["table"] = jax.ShapeDtypeStruct((s.rows, s.table), whole)
-    if s.layers:
-        where["base"] = jax.ShapeDtypeStruct((1,), whole)
-    if s.packed:
-        where["position"] = jax.ShapeDtypeStruct((m,), whole)
-    if h.turned:
-        where |= {name: jax.ShapeDtypeStruct((m, h.turned // 2), jnp.float32) for name in ("cos", "sin")}
+    angles = m, h.turned // 2
+    where = abstract_where(s.rows, table=s.table, layers=s.layers, packed=s.packed, angles=angles)
     return (
         jax.ShapeDtypeStruct((s.parts, m, h.kv_heads * (h.group + 2) * h.width), jnp.float32), (page, page),
         {name: jax.ShapeDtypeStruct(shapes[name], jnp.bfloat16) for name in s.params}, where,
@@ -67,19 +61,8 @@ def _random(s: Sizes, key: jax.Array) -> tuple[Any, ...]:
     made = {name: jax.random.normal(next(keys), x.shape).astype(x.dtype) for name, x in params.items()}
     real = [jax.random.normal(next(keys), x.shape).astype(jnp.bfloat16) for x in pages]
     bits = [jax.lax.bitcast_convert_type(x, jnp.uint16) if s.dtype == "uint16" else x.astype(s.dtype) for x in real]
-    room = s.page * max(s.table, 1)
-    first = (room - s.heads.count - 7 * jnp.arange(s.rows)) % room
-    given: dict[str, Any] = {"first": first.astype(jnp.int32)}
-    if s.table:
-        pool = jax.random.permutation(next(keys), s.rows * s.table)
-        given["table"] = pool.reshape(s.rows, s.table).astype(jnp.int32)
-    if s.layers:
-        given["base"] = jnp.full(1, (s.layers - 1) * s.rows * max(s.table, 1) // s.heads.base_pages, jnp.int32)
-    if s.packed:
-        given["position"] = jnp.arange(s.packed, dtype=jnp.int32) * 2
-    if s.heads.turned:
-        angle = jax.random.normal(next(keys), where["cos"].shape)
-        given |= {"cos": jnp.cos(angle), "sin": jnp.sin(angle)}
+    base = max(s.layers - 1, 0) * s.rows * max(s.table, 1) // s.heads.base_pages
+    given = random_where(next(keys), where, page=s.page, count=s.heads.count, base=base)
     number = None if layer is None else jnp.int32(s.layers - 1)
     return jax.random.normal(next(keys), part.shape), tuple(bits), made, given, number
 

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.backend import Implementation, Launch, launch, load, program_id, store, whole
+from pallas_kernels.cache_entries import place, rotated, stored
 from pallas_kernels.steady import total
 
 PER_WARP = 512
@@ -83,13 +84,13 @@ def _one(body: _Body, names: tuple[str, ...], *refs: Any) -> None:
     is_query_JC = (head_J < h.group)[:, None] & fits_C[None]
     head_JC = jnp.where(is_query_JC, head_J[:, None], h.group)
     store(q_ref.at[m, g, head_JC, channel_C[None]], out_JC, mask=is_query_JC)
-    page, slot = _place(body, ref, m)
+    page, slot = place(ref, m, k_ref.shape[2], count=h.count, base_pages=h.base_pages, ring=h.ring)
     inside = (page >= 0) & (page < k_ref.shape[0]) & (slot >= 0) & (slot < k_ref.shape[2])
-    for place, pages_ref in ((h.group, k_ref), (h.group + 1, v_ref)):
-        is_own_JC = (head_J == place)[:, None] & fits_C[None] & inside
+    for own, pages_ref in ((h.group, k_ref), (h.group + 1, v_ref)):
+        is_own_JC = (head_J == own)[:, None] & fits_C[None] & inside
         page_JC = jnp.where(is_own_JC, page, pages_ref.shape[0])
         at = pages_ref.at[page_JC, g, jnp.broadcast_to(slot, page_JC.shape), channel_C[None]]
-        store(at, _stored(out_JC, pages_ref.dtype), mask=is_own_JC)
+        store(at, stored(out_JC, pages_ref.dtype), mask=is_own_JC)
 
 
 def _read(body: _Body, ref: dict[str, Any], m, g, head_J, channel_C) -> jax.Array:
@@ -120,39 +121,8 @@ def _scaled(body: _Body, ref: dict[str, Any], x_JC, inverse_J1, head_J, channel_
 
 
 def _turned(body: _Body, ref: dict[str, Any], m, x_JC, read, channel_C) -> jax.Array:
-    """Rotated heads: every channel reads its partner, and the angle that they share."""
     h = body.heads
     first = h.width - h.turned if h.last else 0
-    place_C, half = channel_C - first, h.turned // 2
-    inside_C = (place_C >= 0) & (place_C < h.turned)
-    if h.interleaved:
-        is_first_C, partner_C, pair_C = place_C % 2 == 0, place_C ^ 1, place_C // 2
-    else:
-        is_first_C = place_C < half
-        partner_C = jnp.where(is_first_C, place_C + half, place_C - half)
-        pair_C = jnp.where(is_first_C, place_C, place_C - half)
-    partner_JC = read(jnp.where(inside_C, first + partner_C, channel_C))
-    cos_C, sin_C = (load(ref[name].at[m, pair_C], mask=inside_C, other=0.0) for name in ("cos", "sin"))
-    signed_C = jnp.where(is_first_C, -sin_C, sin_C)
-    return jnp.where(inside_C[None], x_JC * cos_C[None] + partner_JC * signed_C[None], x_JC)
-
-
-def _place(body: _Body, ref: dict[str, Any], m) -> tuple[jax.Array, jax.Array]:
-    """Page and slot of a row's entry."""
-    h, size = body.heads, ref["k"].shape[2]
-    position = ref["position"][m] if "position" in ref else m
-    row = position // h.count
-    entry = ref["first"][row] + position % h.count
-    if "table" in ref:
-        column = jnp.clip(entry // size, 0, ref["table"].shape[1] - 1)
-        page, slot = ref["table"][row, column], entry % size
-    else:
-        page = ref["row"][row] if "row" in ref else row
-        slot = entry % size if h.ring else entry
-    return (page + ref["base"][0] * h.base_pages if "base" in ref else page), slot
-
-
-def _stored(x: jax.Array, dtype: Any) -> jax.Array:
-    if dtype != jnp.uint16:
-        return x.astype(dtype)
-    return lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
+    return rotated(
+        x_JC, lambda place_C: read(first + place_C), ref, m, channel_C - first, h.turned, interleaved=h.interleaved
+    )

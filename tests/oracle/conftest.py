@@ -229,7 +229,9 @@ class Wheel(VerifyBudget):
 
 
 def layout_of(name: str, dtype: Any) -> Policy:
-    """What a CPU takes, or layers stacked or apart by plain XLA."""
+    """What a CPU takes, layers stacked or apart by plain XLA, or stacked ones by a GPU's kernels, interpreted."""
+    if name == "interpret":
+        return make_policy(dtype, depth="stacked", kernels="interpret")
     return policy_for(str(dtype), "cpu") if name == "native" else make_policy(dtype, depth=name)
 
 

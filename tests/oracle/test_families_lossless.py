@@ -219,6 +219,16 @@ def test_layers_without_kernels(family: Family, layout: str):
 
 @pytest.mark.served
 @pytest.mark.slow
+@each_model(["deepseek_v3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_latents_by_the_kernels_of_a_gpu(family: Family, dtype: str):
+    """Interpreted: products with each head's weights, latents into their pages, attention, routing and experts."""
+    plain = family.plainly(dtype=dtype, layout="interpret")
+    assert family.speculate("mixed", CHAIN, dtype, "interpret") == plain
+
+
+@pytest.mark.served
+@pytest.mark.slow
 @each_model([*MECHANISMS, *CACHED])
 def test_bfloat16(family: Family):
     """Rounded logits leave room for ties and flips; every bit must be as without drafts."""

@@ -7,9 +7,9 @@ import pytest
 
 from jaxspec.nn.dense import dense, exact_dense
 from jaxspec.nn.matrix import Matrix
-from pallas_kernels.few_rows_dense.api import few_rows_dense, flat, obstacles
+from pallas_kernels.few_rows_dense.api import OP, few_rows_dense, flat, obstacles, products_of_rows
 from pallas_kernels.quantized import Format, Quantized, abstract_quantized
-from pallas_kernels.select import SlowKernelWarning, UnsupportedKernel
+from pallas_kernels.select import Choice, SlowKernelWarning, UnsupportedKernel
 from pallas_kernels.weight_cases import abstract_weight, random_weight
 
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
@@ -27,6 +27,17 @@ def test_a_row_is_the_same_among_any_others(form: str, block: int):
     whole = product(x[::-1], w)[::-1]
     for rows in (1, 17):
         assert np.array_equal(product(x[:rows], w), whole[:rows]), rows
+
+
+@pytest.mark.served
+def test_weights_together_give_the_bits_of_each_alone():
+    x, sizes = jax.random.normal(jax.random.key(0), (19, 1056), jnp.float32), {"fp8": 40, "int8": 8, "bfloat16": 150}
+    weights = [random_weight(jax.random.key(n), abstract_weight(f, (), (1056, n), 32)) for f, n in sizes.items()]
+    choice = Choice(OP, "", "interpret", "asked for")
+    together = products_of_rows(x, weights, dtype=BFLOAT16, layer=None, implementation=choice)
+    for w, part_SMN in zip(weights, together, strict=True):
+        assert len(part_SMN) > 1
+        assert np.array_equal(part_SMN, product(x, w, summed=False))
 
 
 def test_the_stack_is_read_at_its_layer():
