@@ -188,7 +188,7 @@ class LatentAttention(nn.Module):
     def _without_cache(
         self, q_BTHC: Array, new: list[Array], kv_b: Weight | Matrix, inputs: Inputs
     ) -> tuple[Array, Any]:
-        """What heads give where whole texts attend to themselves, or rounds of a head in training; and the memory."""
+        """Returns what heads give where whole texts attend to themselves, or rounds of a head in training; and the memory."""
         s, p, kv_HXR, (c_BTR, turned_BT1C) = self.spec, self.policy, own_of(kv_b), new
         if not isinstance(inputs.memory, Unrolled):
             k_BTHC, v_BTHC = _written_out(c_BTR, turned_BT1C, kv_HXR, s, p.compute.dtype)
@@ -214,7 +214,7 @@ class LatentAttention(nn.Module):
 
 
 def _joined(c_BTR: Array, turned_BT1C: Array) -> Array:
-    """What is cached of each position, [B, T, 1, R + rotated channels]."""
+    """Returns what is cached of each position, [B, T, 1, R + rotated channels]."""
     return jnp.concatenate([c_BTR[:, :, None], turned_BT1C], axis=-1)
 
 
