@@ -67,7 +67,7 @@ def train_tokenizer(texts: list[Document], out: Path, vocab_size: int) -> Tokeni
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
     tokenizer.train_from_iterator((document.text for document in texts), trainer)
-    tokenizer.save(str(out / "tokenizer.json"))
+    tokenizer.save(str(out / "tokenizer.json"), pretty=False)
     special = {f"{role}_token": END for role in ("bos", "eos", "pad")}
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
