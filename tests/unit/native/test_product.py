@@ -52,10 +52,14 @@ def assert_close(got: jax.Array, wanted: jax.Array, tolerance: float) -> None:
 
 @pytest.mark.parametrize("case", tiny(DENSE))
 def test_dense_products_equal_their_references(case: Case):
-    x_MD, w, bias_N, layer = arguments = case.random(jax.random.key(7))
-    out = product(x_MD, pack(w, lead=0 if layer is None else 1), layer=layer)
-    out = out if bias_N is None else out + bias_N.astype(jnp.float32)
-    assert_close(out, jax.jit(case.call("xla"))(*arguments), case.tolerance)
+    x_MD, weights, *bias, layer = arguments = case.random(jax.random.key(7))
+    wanted = jax.jit(case.call("xla"))(*arguments)
+    if not isinstance(weights, list):
+        weights, wanted = [weights], [wanted]
+    for w, each in zip(weights, wanted, strict=True):
+        out = product(x_MD, pack(w, lead=0 if layer is None else 1), layer=layer)
+        out = out if bias == [] or bias[0] is None else out + bias[0].astype(jnp.float32)
+        assert_close(out, each, case.tolerance)
 
 
 @pytest.mark.parametrize("case", tiny(EXPERTS))
