@@ -188,7 +188,7 @@ class LatentAttention(nn.Module):
     def _without_cache(
         self, q_BTHC: Array, new: list[Array], kv_b: Weight | Matrix, inputs: Inputs
     ) -> tuple[Array, Any]:
-        """Returns what heads give where whole texts attend to themselves, or rounds of a head in training; and the memory."""
+        """Returns what heads give where texts, or a head in training, attend to themselves; and the memory."""
         s, p, kv_HXR, (c_BTR, turned_BT1C) = self.spec, self.policy, own_of(kv_b), new
         if not isinstance(inputs.memory, Unrolled):
             k_BTHC, v_BTHC = _written_out(c_BTR, turned_BT1C, kv_HXR, s, p.compute.dtype)
