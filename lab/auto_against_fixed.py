@@ -168,6 +168,15 @@ def line_of(engine: EnginePoint, scenario: Scenario, rounds: Sequence[Mapping[st
     }  # fmt: skip
 
 
+def sweep_of(args: argparse.Namespace) -> Sweep:
+    """Returns what a command line asks for: one drafter, which chooses its length."""
+    grid = Grid(
+        (DrafterChoice.parse(args.drafter),), (AUTO,), tuple(args.rows), tuple(args.temperature), tuple(args.workload),
+        output_tokens=(args.output_tokens,), requests=args.requests,
+    )  # fmt: skip
+    return Sweep(resolve_model(args.model), grid, {"dtype": args.dtype})
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Reads the command line and measures every cell."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
@@ -185,12 +194,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("regret.jsonl"))
     args = parser.parse_args(argv)
     use_compile_cache()
-    choice = DrafterChoice.parse(args.drafter)
-    grid = Grid(
-        (choice,), (AUTO,), tuple(args.rows), tuple(args.temperature), tuple(args.workload),
-        output_tokens=(args.output_tokens,), requests=args.requests,
-    )  # fmt: skip
-    sweep = Sweep(resolve_model(args.model), grid, {"dtype": args.dtype})
+    sweep = sweep_of(args)
+    grid = sweep.grid
     with args.out.open("a", encoding="utf-8") as file:
         for engine in grid.engines():
             llm = sweep.open(engine)

@@ -18,15 +18,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec.bench.grid import DrafterChoice, EnginePoint, Grid, Scenario
+from jaxspec.bench.grid import EnginePoint, Scenario
 from jaxspec.bench.measure import Run
 from jaxspec.bench.rounds import PLAIN, SPECULATIVE, run_in_turns
 from jaxspec.bench.sweep import Sweep
-from jaxspec.draft.speculative_keys import AUTO
 from jaxspec.serve.compile_cache import use_compile_cache
-from jaxspec.serve.demo_pair import resolve_model
 from jaxspec.serve.llm import LLM
-from lab.auto_against_fixed import FIXED, subjects_of
+from lab.auto_against_fixed import FIXED, subjects_of, sweep_of
 
 DRAWS = 2000
 TURNS = 3  # at all prompts, with more rows than one
@@ -121,12 +119,8 @@ def main() -> None:
     """Measures every cell that is missing, and prints the table of all."""
     args = arguments()
     use_compile_cache()
-    choice = DrafterChoice.parse(args.drafter)
-    grid = Grid(
-        (choice,), (AUTO,), tuple(args.rows), tuple(args.temperature), tuple(args.workload),
-        output_tokens=(args.output_tokens,), requests=args.requests,
-    )  # fmt: skip
-    sweep = Sweep(resolve_model(args.model), grid, {"dtype": args.dtype})
+    sweep = sweep_of(args)
+    grid = sweep.grid
     lines = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
     there = {(line["engine"], line["workload"], line["temperature"]) for line in lines}
     for engine in grid.engines():

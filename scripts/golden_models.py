@@ -38,6 +38,7 @@ class Golden:
       recurrent: whether some layers carry a state.
       embedded: deviation of the embedding's numbers; with large ones a tied model repeats itself.
       fused: whether one published tensor has the gate and up rows of all experts of a layer, and one their down rows.
+      significant_bits: of stored weights; few are small in git, and 8 is all that bfloat16 has.
     """
 
     architecture: str
@@ -49,6 +50,7 @@ class Golden:
     fused: bool = False
     recurrent: bool = False
     embedded: float = 1.0
+    significant_bits: int = 4
 
     def text(self) -> dict[str, Any]:
         """The published config of the text model."""

@@ -155,13 +155,13 @@ def add_mtp(golden: Golden, tensors: Tensors) -> Tensors:
             more[name] = tensors["lm_head.weight" if "head" in name else "model.embed_tokens.weight"].clone()
         if names.head:
             more[names.head] = product(COMMON["vocab_size"], dim)
-    return tensors | {name: shortened(x) for name, x in more.items()}
+    return tensors | {name: shortened(x, golden.significant_bits) for name, x in more.items()}
 
 
-def shortened(x: torch.Tensor) -> torch.Tensor:
-    """Rounds to four significant bits, which every published dtype has, so that git holds few bits per weight."""
+def shortened(x: torch.Tensor, significant_bits: int) -> torch.Tensor:
+    """Rounds to so many significant bits, at most the 8 of bfloat16."""
     fraction, power = torch.frexp(x)
-    return torch.ldexp(torch.round(16 * fraction) / 16, power)
+    return torch.ldexp(torch.round(2**significant_bits * fraction) / 2**significant_bits, power)
 
 
 def norm_offset(golden: Golden) -> float:

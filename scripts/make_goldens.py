@@ -72,7 +72,8 @@ def published_tensors(model: torch.nn.Module, golden: Golden) -> Tensors:
         with tempfile.TemporaryDirectory() as directory:
             model.save_pretrained(directory)
             tensors = load_file(Path(directory) / "model.safetensors")
-    return {name: x if is_exact(name, x) else shortened(x.float()) for name, x in tensors.items()}
+    bits = golden.significant_bits
+    return {name: x if is_exact(name, x) else shortened(x.float(), bits) for name, x in tensors.items()}
 
 
 def is_exact(name: str, x: torch.Tensor) -> bool:
