@@ -2,10 +2,10 @@
 
 import hashlib
 from collections.abc import Iterable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from jaxspec import __version__
 from jaxspec.checkpoint.files.fingerprint import fingerprint
 from jaxspec.errors import ConfigError
 from jaxspec.train.settings import RunSettings, identity
@@ -17,7 +17,7 @@ def provenance_of(settings: RunSettings, target: Path, corpus_digest: str) -> di
     asked["target"] = name
     asked["data"] |= {key: [Path(file).name for file in asked["data"][key]] for key in ("train", "held_out")}
     return {
-        "jaxspec": version("jaxspec"),
+        "jaxspec": __version__,
         "target": {"name": name, "fingerprint": fingerprint(target)},
         "data": {"train": _files(data.train), "held_out": _files(data.held_out), "digest": corpus_digest},
         "settings": asked,

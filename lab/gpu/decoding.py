@@ -1,7 +1,7 @@
 """Section "decoding": steps of real architectures with random weights, plain and verifying, against the byte bound."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -113,12 +113,18 @@ def free_bytes() -> float:
     return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else math.inf
 
 
-def decoding(section: Section, name: str, sizes: Sizes | None = None) -> None:
+def decoding(section: Section, name: str, sizes: Sizes | None = None, watch: "Watch | None" = None) -> None:
     """Measures one architecture.
 
     A plain step is one token per row. A verifying step with K drafts commits one token too, because its drafts are
     guesses: its time over the plain step's is the verify cost ratio (the inverse of MoESD's target efficiency), and a
     published acceptance length over that ratio is the speed-up with drafts that cost nothing.
+
+    Args:
+      section: that cells are added to.
+      name: of the architecture, a file of ``configs/models``.
+      sizes: what is measured.
+      watch: called with the rows and their programs by number of drafts once these are measured.
     """
     sizes = sizes or (TINY if section.tiny else REAL)
     config = published_config(name, tiny=section.tiny)
@@ -138,12 +144,14 @@ def decoding(section: Section, name: str, sizes: Sizes | None = None) -> None:
         before = section.left_s
         with section.attempt(what, needed_s=1.3 * took_s * len(wave) / max(len(done), 1)) as go:
             if go:
-                _measure_wave(section, model, wave, plain)
+                _measure_wave(section, model, wave, plain, watch)
                 done |= set(wave)
         took_s += before - section.left_s
 
 
-def _measure_wave(section: Section, model: Model, wave: list[Cell], plain: dict[int, float]) -> None:
+def _measure_wave(
+    section: Section, model: Model, wave: list[Cell], plain: dict[int, float], watch: "Watch | None"
+) -> None:
     compiled, steps = compile_cells(model, wave), model.sizes.steps
     for (rows, k), program in compiled.items():
         if isinstance(program, Exception):
@@ -166,6 +174,8 @@ def _measure_wave(section: Section, model: Model, wave: list[Cell], plain: dict[
                 if k == 0:
                     plain[rows] = step_s
                 _add_cell(section, model, (rows, k), step_s, one, plain.get(rows), programs[rows, k])
+            if watch:
+                watch(runner, {k: programs[rows, k] for k in drafts})
 
 
 def _add_cell(
@@ -261,6 +271,9 @@ def _fill(x: jax.Array, seed: int) -> jax.Array:
     """Random numbers in the place of an empty cache, which would not fit twice beside the weights."""
     x.delete()
     return random_bits(seed, x.shape) if x.dtype == jnp.uint16 else random_array(seed, x.shape, x.dtype)
+
+
+Watch = Callable[[Runner, dict[int, Any]], None]
 
 
 def _check_lossless(section: Section, runner: Runner, programs: dict[int, Any]) -> None:

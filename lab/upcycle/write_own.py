@@ -1,10 +1,12 @@
 """Lets the mixture that ships answer questions and go on with code: what its draft head learns from.
 
 Run ``python -m lab.upcycle.write_own OUT``: OUT is an ``own.npz`` that grows with every batch; a run that was cut off
-goes on.
+goes on. With ``--prompts FILE`` prompts come from a file, which is made where it is not there, so that the machine that
+answers need not be the one that holds the code.
 """
 
 import argparse
+import json
 import time
 from itertools import product
 from pathlib import Path
@@ -69,6 +71,17 @@ def code_prompts(tokenizer: Tokenizer, count: int) -> list[list[int]]:
     return [code[i : i + CODE].tolist() for i in np.random.default_rng(1).integers(0, len(code) - CODE, count)]
 
 
+def read_prompts(file: Path | None, chats: int, code: int) -> dict[str, list[list[int]]]:
+    """Returns prompts by kind, from a file if there is one."""
+    if file and file.exists():
+        return json.loads(file.read_text())
+    tokenizer = Tokenizer.from_file(str(upcycled_model_dir() / "tokenizer.json"))
+    prompts = {"chats": chat_prompts(tokenizer, chats), "code": code_prompts(tokenizer, code)}
+    if file:
+        file.write_text(json.dumps(prompts))
+    return prompts
+
+
 def main() -> None:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
@@ -78,10 +91,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=320, help="most that follow a prompt")
+    parser.add_argument("--prompts", type=Path, help="file of prompts, made if there is none")
     args = parser.parse_args()
-    tokenizer = Tokenizer.from_file(str(upcycled_model_dir() / "tokenizer.json"))
+    waiting = read_prompts(args.prompts, args.chats, args.code)
     llm = LLM(NAME, max_model_len=LONGEST + args.tokens, max_num_seqs=args.rows, max_logprobs=0)
-    waiting = {"chats": chat_prompts(tokenizer, args.chats), "code": code_prompts(tokenizer, args.code)}
     arrays: dict[str, Any] = dict(np.load(args.out)) if args.out.exists() else {}
     for batch, (kind, prompts) in product(range(-(-max(args.chats, args.code) // args.batch)), waiting.items()):
         done = len(arrays.get(kind + "_lengths", ()))
