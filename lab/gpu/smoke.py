@@ -48,6 +48,10 @@ DRAFTERS = {
     "head": {"method": "shared_expert", "model": "demo"},
     "ngram": {"method": "ngram"},
 }
+BACKENDS: dict[str, tuple[Implementation, Implementation]] = {
+    "triton": ("triton", "interpret"),
+    "mosaic": ("mosaic", "mosaic_interpret"),
+}
 SIDE_BY_SIDE = 16
 
 
@@ -55,7 +59,7 @@ def main() -> None:
     """Prints what ran, what it computed and how long it took; an error ends one line only."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ops", nargs="*", default=operations(), help="operations whose cases run")
-    parser.add_argument("--by", choices=("triton", "mosaic"), default="triton")
+    parser.add_argument("--by", choices=list(BACKENDS), default="triton")
     parser.add_argument(
         "--drafters", nargs="*", default=list(DRAFTERS), choices=list(DRAFTERS), help="of the demo pair"
     )
@@ -64,7 +68,7 @@ def main() -> None:
     warnings.simplefilter("error", SlowKernelWarning)
     tiny = jax.default_backend() != "gpu"
     _show(devices=str(jax.devices()), jax=jax.__version__)
-    _check_kernels(args.ops, {"triton": "interpret", "mosaic": "mosaic_interpret"}[args.by] if tiny else args.by)
+    _check_kernels(args.ops, BACKENDS[args.by][tiny])
     for name in args.drafters[: 1 if tiny else None]:
         rows, tokens = (1, 8) if tiny else (8, 128)
         _attempt(f"demo {name}", partial(_demo, DRAFTERS[name], rows, tokens))
