@@ -41,6 +41,7 @@ class SpeculativeConfig:
       rule: verification rule, by name, or an object of the laboratory's.
       model: directory or hub id of the draft model or head; for ``mtp`` none is the target's own layers.
       revision: branch, tag or commit of a hub id.
+      quantization: how the weights of what drafts lie in memory, None as they are published.
       expected_length: tokens per pass that a head's model card promises, None where nothing was said.
       lookup_max, lookup_min: suffix lengths of n-gram matches.
       corpus: text files that are looked up, too.
@@ -62,6 +63,7 @@ class SpeculativeConfig:
     exit_layer: int = 0
     pruning: PruningConfig = NO_PRUNING
     revision: str | None = None
+    quantization: str | None = None
     expected_length: float | None = None
 
     @property
@@ -122,15 +124,15 @@ def parse(config: Mapping[str, Any] | None) -> SpeculativeConfig:
     pruning = pruning_of(keys, method, all_chains=schedule.all_chains, synthetic=isinstance(rule, VerifyRule))
     return SpeculativeConfig(
         method, schedule, rule, keys.model, **lookup, exit_layer=keys.exit_layer or 0, pruning=pruning,
-        revision=keys.revision, expected_length=keys.expected_acceptance_length,
+        revision=keys.revision, quantization=keys.quantization, expected_length=keys.expected_acceptance_length,
     )  # fmt: skip
 
 
 def _check_model(keys: SpeculativeKeys, method: str) -> None:
     """Checks that there is what the method drafts with, and nothing else."""
     own = method == "mtp" and keys.model is None
-    for key in ("model", "revision"):
-        if getattr(keys, key) and (own or method not in (*WITH_MODEL, "mtp")):
+    for key in keys.given("model", "revision", "quantization"):
+        if own or method not in (*WITH_MODEL, "mtp"):
             raise ConfigError(f'speculative_config: method "{method}" takes no "{key}"; leave one of them out')
     if method in WITH_MODEL and not keys.model:
         kind = "draft model" if method == "draft_model" else "head" if method in HEADS else "draft model or head"

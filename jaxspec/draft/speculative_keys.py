@@ -29,6 +29,7 @@ MUST_BE = {
     "speculative_eagle_topk": POSITIVE,
     "speculative_num_draft_tokens": POSITIVE,
     "calibration": "the name of a file",
+    "quantization": '"none", "fp8" or "int8"',
     "prompt_lookup_max": f"an integer from 1 to {MAX_SUFFIX}",
     "prompt_lookup_min": f"an integer from 1 to {MAX_SUFFIX}",
     "prompt_lookup_corpus": "the name of a text file, or a list of such names",
@@ -52,6 +53,7 @@ class SpeculativeKeys(msgspec.Struct, frozen=True, kw_only=True):
     method: Any = None
     model: Any = None
     revision: str | None = None
+    quantization: Literal["none", "fp8", "int8"] | None = None
     rejection_sample_method: Any = "match"
     prompt_lookup_max: SuffixLength | None = None
     prompt_lookup_min: SuffixLength | None = None

@@ -134,8 +134,8 @@ def load_draft(
 ) -> tuple[Transformer | Mtp, Params] | Head | None:
     """Loads what drafts, where the method has a model, on the target's mesh.
 
-    Only the target's own layers are quantized like it. What the mesh does not divide of a draft model or head is whole
-    on each device.
+    Only the target's own layers are quantized like it, others as the config says. What the mesh does not divide of a
+    draft model or head is whole on each device.
     """
     mesh = mesh_of(target.params)
     if config.method == "mtp" and config.model is None:
@@ -149,14 +149,18 @@ def load_draft(
             "draft with the layers that were published with the target"
         )
     if config.method in methods.TRAINED or (config.method == "hybrid" and is_head(read_config(directory))):
-        return load_head(directory, target.net.arch, target.net.policy, mesh=mesh)
+        return load_head(
+            directory, target.net.arch, target.net.policy, mesh=mesh, quantization=config.quantization or "none"
+        )
     if is_head(read_config(directory)):
         raise ConfigError(
             f"speculative_config: {config.model} holds a draft head, not a model; give its kind as method "
             f"({', '.join(methods.TRAINED)})"
         )
     check_vocabulary(directory, target.directory, target.net.arch.vocab_size)
-    model = load_model(directory, target.net.policy, mesh=mesh, allow_replication=True)
+    model = load_model(
+        directory, target.net.policy, quantization=config.quantization or "auto", mesh=mesh, allow_replication=True
+    )
     return model.net, model.params
 
 

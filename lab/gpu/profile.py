@@ -11,7 +11,7 @@ import jax
 SHOWN = 40  # kernels, those that take longest first
 
 
-def profile(run: Callable[[], Any], steps: int) -> list[dict[str, object]]:
+def profile(run: Callable[[], Any], steps: int) -> list[dict[str, Any]]:
     """Returns the sums over all streams of the device, then each kernel's launches and microseconds in a step.
 
     Args:
@@ -24,7 +24,7 @@ def profile(run: Callable[[], Any], steps: int) -> list[dict[str, object]]:
         return _kernels(Path(folder), steps)
 
 
-def _kernels(folder: Path, steps: int) -> list[dict[str, object]]:
+def _kernels(folder: Path, steps: int) -> list[dict[str, Any]]:
     count: dict[str, int] = defaultdict(int)
     busy_ns: dict[str, float] = defaultdict(float)
     first, last = float("inf"), 0.0

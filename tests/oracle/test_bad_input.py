@@ -233,6 +233,11 @@ CONFIGS: dict[str, tuple[Any, str]] = {
         {**NGRAM, "model": "somewhere"},
         r'"ngram" takes no "model"; leave one of them out',
     ),
+    "lookup that is quantized": ({**NGRAM, "quantization": "int8"}, r'"ngram" takes no "quantization"; leave one'),
+    "drafter in 4 bits": (
+        {"method": "eagle3", "model": "somewhere", "num_speculative_tokens": 2, "quantization": "int4"},
+        r'quantization must be "none", "fp8" or "int8", got \'int4\'',
+    ),
     "head without a directory": (
         {"method": "eagle3", "num_speculative_tokens": 2},
         r'"eagle3" needs "model", the directory of the head',

@@ -184,6 +184,24 @@ def test_evaluation_counts_what_serving_counts(lab: Lab, tmp_path: Path):
     assert 2 <= experts[0] <= experts[1] <= experts[2] <= experts[3] <= 4
 
 
+@pytest.mark.parametrize(
+    "kind", [LEARNT, *(pytest.param(kind, marks=pytest.mark.slow) for kind in NETS if kind != LEARNT)]
+)
+def test_quantized_heads_change_nothing_but_the_speed(lab: Lab, tmp_path: Path, kind: str):
+    head = head_of(lab, kind)
+    save_head(lab.loaded[f"{kind} in training"], tmp_path)
+    config = {"method": head.kind, "model": str(tmp_path), "num_speculative_tokens": 4, "quantization": "int8"}
+    llm = LLM(
+        lab.target_dir, dtype="float32", max_num_seqs=2, max_model_len=96, prefill_buckets=(64,),
+        speculative_config=config,
+    )  # fmt: skip
+    requests = mixed_requests("mixed")
+    outputs = llm.generate(*map(list, zip(*requests, strict=True)), use_tqdm=False)
+    assert tokens_of(outputs) == tokens_of(lab.reference("mixed", requests))
+    steps = sum(o.metrics.num_steps for o in outputs)
+    assert 1 + sum(o.metrics.num_accepted_tokens for o in outputs) / steps > (1.6 if kind == LEARNT else 1.0)
+
+
 def test_a_running_training_hands_its_head_to_a_live_engine(lab: Lab):
     head, requests = head_of(lab, LEARNT), mixed_requests("cold")
     target = lab.model("target")

@@ -39,7 +39,14 @@ VOCABULARY = ("d2t", "t2d")
 WEIGHTS = {"medusa": "medusa_lm_head.safetensors"}
 
 
-def load_head(directory: str | Path, target: ArchSpec | None, policy: Policy, *, mesh: Mesh | None = None) -> Head:
+def load_head(
+    directory: str | Path,
+    target: ArchSpec | None,
+    policy: Policy,
+    *,
+    mesh: Mesh | None = None,
+    quantization: str = "none",
+) -> Head:
     """Loads a draft head of any known format; see ``heads.identify.KNOWN``.
 
     Args:
@@ -48,12 +55,13 @@ def load_head(directory: str | Path, target: ArchSpec | None, policy: Policy, *,
       policy: dtypes of its parameters and products, and what computes.
       mesh: devices that the parameters are split over, None for the default device; what their axes do not divide is
         whole on each.
+      quantization: ``none``, or ``fp8`` or ``int8`` for its matrices, its vocabulary product too.
 
     Raises:
       ConfigError: the config is of no known format, wrong, ambiguous, or not for this target.
       CheckpointError: tensors are missing, not known or misshaped, all named, or the draft vocabulary is damaged.
     """
-    plan = plan_head(directory, target, policy_on_mesh(policy, mesh))
+    plan = plan_head(directory, target, policy_on_mesh(policy, mesh), quantization)
     plan.check()
     ids_W = ids_of(plan)
     config = read_config(Path(directory)) if isinstance(plan.net, Mtp) else None
@@ -65,7 +73,7 @@ def ids_of(plan: LoadPlan) -> np.ndarray | None:
     return vocabulary(plan.files, plan.net.spec) if isinstance(plan.files, HeadFiles) else None
 
 
-def plan_head(directory: str | Path, target: ArchSpec | None, policy: Policy) -> LoadPlan:
+def plan_head(directory: str | Path, target: ArchSpec | None, policy: Policy, quantization: str = "none") -> LoadPlan:
     """Plans how a head is loaded and lists what is wrong with its tensors; reads headers alone.
 
     Raises:
@@ -75,7 +83,7 @@ def plan_head(directory: str | Path, target: ArchSpec | None, policy: Policy) ->
     directory = Path(directory)
     config = read_config(directory)
     if is_prediction(config):
-        return plan_prediction(directory, target, policy)
+        return plan_prediction(directory, target, policy, quantization)
     files = HeadFiles(directory)
     spec = spec_of(config, files, target)
     # Heads whose feature needs no product are published with one all the same.
@@ -83,7 +91,7 @@ def plan_head(directory: str | Path, target: ArchSpec | None, policy: Policy) ->
     return make_plan(
         directory, _net(spec, policy.update(formats=(), slots=None)), head_rules(spec),
         unread=Unread(names=frozenset((*VOCABULARY, *(["fc.weight"] if bare else [])))),
-        block=check_method(config), quantization="none", files=files,
+        block=check_method(config), quantization=quantization, files=files,
     )  # fmt: skip
 
 

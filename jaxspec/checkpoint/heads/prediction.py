@@ -23,14 +23,14 @@ MTP_WEIGHTS = "mtp.safetensors"
 LEFT_OUT = ("quantization_config", "compression_config")
 
 
-def plan_prediction(directory: Path, target: ArchSpec | None, policy: Policy) -> LoadPlan:
+def plan_prediction(directory: Path, target: ArchSpec | None, policy: Policy, quantization: str) -> LoadPlan:
     """Plans how a trained layer is loaded; see ``plan_head``."""
     arch = one_layer_arch(read_config(directory))
     if target is not None:
         _check_target(arch, target)
     rules = list(known_tables()[arch.family].mtp_rules(arch))
     files, net = TensorFiles.of(directory), Mtp(arch, policy.update(formats=(), slots=None))
-    return make_plan(directory, net, rules, unread=Unread(), quantization="none", files=files)
+    return make_plan(directory, net, rules, unread=Unread(), quantization=quantization, files=files)
 
 
 def _check_target(arch: ArchSpec, target: ArchSpec) -> None:

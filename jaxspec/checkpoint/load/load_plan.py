@@ -30,7 +30,9 @@ from pallas_kernels.quantized import Format, abstract_quantized
 QUANTIZATIONS = ("auto", "none", "fp8", "int8")
 WORDS = {"missing": "missing", "extra": "not known", "shape": "of the wrong shape", "dtype": "of the wrong dtype"}
 
-FOLDERS = ("attention", "ffn", "ffn/shared")  # whose matrices quantization=fp8 and int8 quantize
+# Whose matrices quantization=fp8 and int8 quantize, and what they quantize besides of a head.
+FOLDERS = ("attention", "ffn", "ffn/shared", "first/attention", "first/ffn", "first/ffn/shared")
+OF_HEADS = ("fc_XD", "first/join_XD", "head_DW")
 NEVER = ("router_DE", "shared_gate_D1", "table_VA")
 
 
@@ -179,8 +181,8 @@ def _to_quantize(
         )
     chosen: dict[TensorName, Stored] = {}
     for path, leaf in () if published else rules_by_leaf.items():
-        folder, _, name = _kind(path).rpartition("/")
-        if folder not in FOLDERS or name in NEVER:
+        folder, _, name = (own := _kind(path)).rpartition("/")
+        if own not in OF_HEADS and (folder not in FOLDERS or name in NEVER):
             continue
         for rule in leaf.rules.values():
             pack = PACKS[rule.pack]

@@ -5,12 +5,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxspec.checkpoint.heads.directory import load_head, save_head
 from jaxspec.checkpoint.load.block_scales import block_scales, dequantize, quantize
 from jaxspec.checkpoint.load.model import load_model
-from jaxspec.checkpoint.load.places import flatten
+from jaxspec.checkpoint.load.places import flatten, unflatten
 from jaxspec.errors import ConfigError
 from jaxspec.nn.policy import Policy, make_policy
+from jaxspec.pytree import replace
 from pallas_kernels.quantized import Format, Quantized
+from tests.unit.checkpoint.head_cases import FLOAT32, LATENT, ROUTED, TARGET, head, logits, spec
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 LAYOUTS = ("unrolled", "stacked")
@@ -98,3 +101,24 @@ def test_quantizing_what_is_quantized():
 def test_unknown_quantization(kind):
     with pytest.raises(ConfigError, match="known are auto, none, fp8, int8"):
         load_model(GOLDEN / "qwen3", policy(), quantization=kind)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize(
+    "of", [spec({"num_hidden_layers": 2}), spec(LATENT), spec(ROUTED), spec(last=True, join="product")],
+    ids=["two layers", "latent", "routed", "product"],
+)  # fmt: skip
+def test_a_head_is_quantized_whole(tmp_path: Path, of, kind: str):
+    save_head(head(of), tmp_path)
+    plain, small = load_head(tmp_path, TARGET, FLOAT32), load_head(tmp_path, TARGET, FLOAT32, quantization=kind)
+    old, new = (flatten(some.params["params"]) for some in (plain, small))
+    for path, leaf in new.items():
+        if isinstance(leaf, Quantized):
+            assert leaf.format.kind == kind
+            np.testing.assert_allclose(wide(leaf), old[path], rtol=0, atol=np.abs(old[path]).max() / 16, err_msg=path)
+    left = {path for path, leaf in new.items() if not isinstance(leaf, Quantized) and np.ndim(leaf) > 1}
+    assert left <= {"first/ffn/router_DE", "layers_0/ffn/router_DE"}
+    widened = {path: wide(leaf) if isinstance(leaf, Quantized) else leaf for path, leaf in new.items()}
+    wanted = logits(replace(plain, params={"params": unflatten(widened)}))
+    np.testing.assert_allclose(logits(small), wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+    assert np.abs(wanted - logits(plain)).max() > 0
