@@ -16,6 +16,7 @@ from jaxspec.checkpoint.heads.prediction import MTP_WEIGHTS
 from jaxspec.checkpoint.load.model import load_model, load_mtp
 from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.cli.main import main
+from jaxspec.draft.hybrid import Hybrid
 from jaxspec.draft.mtp_drafter import MtpHeads
 from jaxspec.errors import CheckpointError
 from jaxspec.models.mtp import Mtp
@@ -136,15 +137,17 @@ def test_the_directory_has_published_names_and_says_what_it_is(place: Path, trai
 SETTINGS = {"dtype": "float32", "max_model_len": 48, "max_num_seqs": 2, "max_logprobs": 0, "prefill_buckets": (8,)}
 
 
-def test_it_drafts_without_changing_a_text(place: Path, trained: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("method", ["mtp", "hybrid"])
+def test_it_drafts_without_changing_a_text(place: Path, trained: Path, monkeypatch: pytest.MonkeyPatch, method: str):
     monkeypatch.setattr("jaxspec.serve.engine.Programs", SharedPrograms)
-    prompts, texts = [[5, 9, 3, 30, 17], [8]], []
+    prompts, texts = [[5, 9, 3, 30, 5, 9, 3], [8]], []
     params = [SamplingParams(temperature=t, seed=3, max_tokens=14, ignore_eos=True) for t in (0.0, 0.8)]
-    for config in (None, {"method": "mtp", "model": str(trained / "best"), "num_speculative_tokens": 3}):
+    for config in (None, {"method": method, "model": str(trained / "best"), "num_speculative_tokens": 3}):
         llm = LLM(place / "target", speculative_config=config, **SETTINGS)
         texts.append([o.outputs[0].token_ids for o in llm.generate(prompts, params)])
     assert texts[0] == texts[1]
     drafter = llm.engine.drafter
+    drafter = drafter.other if isinstance(drafter, Hybrid) else drafter
     assert isinstance(drafter, MtpHeads)
     norms = [p["params"]["mtp_0"]["embed_norm_D"] for p in (drafter.params, load(place, trained / "best"))]
     assert differences(*norms) == 0
