@@ -74,6 +74,18 @@ def test_plain_decoding_has_every_kernel():
     assert "sort" not in found["kernels"]
 
 
+@pytest.mark.slow
+def test_latent_attention_on_one_device_copies_no_weight():
+    """GLM-4.7-Flash: 13 launches of a layer are kernels, six products apart from those of heads and experts."""
+    found = compiled("glm-4.7-flash", "plain", gpu="h200")
+    for kernel, each in {"latents_to_cache": 1, "heads_dense": 2, "verify_attention": 1, "few_rows_dense": 6}.items():
+        assert found["kernels"][kernel] == each * 47
+    assert found["launches"]["per_step"] <= 20 * 47 + 30
+    assert found["graphs"]["host_waits"] == 1
+    assert found["spills"] == {}
+    assert weight_or_cache_copies(found) == []
+
+
 # Attention kernels: two layers of the target; three rounds of a layer, five layers over a block, four layers that
 # observe and draft on masks at once, or two layers of a draft model that draft three times and observe.
 HEADS = {
