@@ -17,6 +17,7 @@ from pallas_kernels.verify_attention.kernel_mosaic import MosaicTiles
 
 OP = "verify_attention"
 MOSAIC = "verify_attention_mosaic"
+STEPS = " steps"  # after the shape, where steps were measured and not prompts
 CACHED = ("bfloat16", "float16", "float32", "uint16")
 NARROWEST = 16  # of a product's sizes on a GPU
 WIDEST_KEY = 640
@@ -169,10 +170,11 @@ def mosaic_obstacles(heads: int, pages: Pages, *, value_width: int, dtype: jnp.d
 def mosaic_is_faster(heads: int, k_pages_PGZC: jax.Array, value_width: int, *, prompt: bool) -> str:
     """Returns the measurement of this card by which Mosaic's kernel takes the place of Triton's, empty if none.
 
-    Never for steps, of which Triton gives the same bits for any number of positions.
+    Steps are measured by themselves. All of a shape take the same kernel, so that a row's bits do not depend on how
+    many positions it has.
     """
-    key = Key(shape_of(heads, k_pages_PGZC, value_width), k_pages_PGZC.dtype.name)
-    return faster(MOSAIC, key) if prompt else ""
+    shape = shape_of(heads, k_pages_PGZC, value_width) + ("" if prompt else STEPS)
+    return faster(MOSAIC, Key(shape, k_pages_PGZC.dtype.name))
 
 
 def mosaic_tiles_for(heads: int, pages: Pages, value_width: int, *, prompt: bool) -> MosaicTiles:

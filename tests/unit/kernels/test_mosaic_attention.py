@@ -18,7 +18,13 @@ from jaxspec.nn.policy import Policy, make_policy
 from pallas_kernels import blocks
 from pallas_kernels.blocks import trying
 from pallas_kernels.select import Choice, UnsupportedKernel, recording
-from pallas_kernels.verify_attention.api import MOSAIC, mosaic_obstacles, mosaic_tiles_for, verify_attention
+from pallas_kernels.verify_attention.api import (
+    MOSAIC,
+    mosaic_is_faster,
+    mosaic_obstacles,
+    mosaic_tiles_for,
+    verify_attention,
+)
 from pallas_kernels.verify_attention.cases import paths
 from pallas_kernels.verify_attention.kernel_mosaic import MosaicTiles
 
@@ -120,8 +126,8 @@ def test_stages_fit_into_shared_memory():
         assert mosaic_tiles_for(8, pages, value_width or width, prompt=True).stages == stages
 
 
-def chosen(policy: Policy, *, committed: bool) -> Choice:
-    """What computes the attention of a layer of eight heads, of a prompt or of a step."""
+def chosen(policy: Policy, *, committed: bool, heads: int = 8) -> Choice:
+    """What computes the attention of a layer, of a prompt or of a step."""
     stream, row = StreamSpec(1, WIDTH), jnp.zeros(1, jnp.int32) if committed else None
     pages = [jax.ShapeDtypeStruct((1, 1, 128, WIDTH), BF16)] * 2
     position = jnp.zeros((1, 5), jnp.int32)
@@ -131,7 +137,7 @@ def chosen(policy: Policy, *, committed: bool) -> Choice:
         return attend_cached(q, (k, v), Inputs(position, position, window, {}), stream, policy, scale=1.0)
 
     with recording() as choices:
-        jax.eval_shape(attend, jax.ShapeDtypeStruct((1, 5, 8, WIDTH), jnp.float32), *pages)
+        jax.eval_shape(attend, jax.ShapeDtypeStruct((1, 5, heads, WIDTH), jnp.float32), *pages)
     return choices[-1]
 
 
@@ -143,26 +149,44 @@ def test_it_computes_prompts_where_it_is_asked_for_and_steps_of_few_heads_never(
     assert step.reason.startswith("no Mosaic kernel: a step with 8 heads")
 
 
-@pytest.mark.parametrize(("time_us", "by"), [(80.0, "mosaic"), (120.0, "triton")])
-def test_a_measurement_of_this_card_decides_for_prompts(
-    time_us: float, by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("heads", "measured", "time_us", "by"),
+    [
+        (8, "", 80.0, ["mosaic", "triton"]), (8, "", 120.0, ["triton", "triton"]),
+        (8, " steps", 80.0, ["triton", "triton"]), (128, " steps", 80.0, ["triton", "mosaic"]),
+        (128, "", 80.0, ["mosaic", "triton"]),
+    ],
+)  # fmt: skip
+def test_a_measurement_of_this_card_decides_for_prompts_and_for_steps(
+    heads: int, measured: str, time_us: float, by: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(blocks, "folder", lambda: tmp_path)
     monkeypatch.setattr(blocks, "card", lambda: "H100")
-    entry = 'card = "H100"\nshape = "H8 G1 C64 V64"\nform = "bfloat16"\ndate = "2027-01-31"\ncommand = "tuner"\n'
+    shape = f"H{heads} G1 C64 V64{measured}"
+    entry = f'card = "H100"\nshape = "{shape}"\nform = "bfloat16"\ndate = "2027-01-31"\ncommand = "tuner"\n'
     times = f"time_us = {time_us}\ndefault_time_us = 100.0\ntiles = {{split = 1024}}\n"
     (tmp_path / f"{MOSAIC}.toml").write_text(f"[[measured]]\n{entry}{times}")
     blocks.measured.cache_clear()
     try:
-        choices = [chosen(make_policy(BF16, kernels="triton"), committed=committed) for committed in (True, False)]
-        pages = shapes(8, 1, WIDTH, None, 64, "bfloat16")
-        tiles = [mosaic_tiles_for(8, pages, WIDTH, prompt=prompt) for prompt in (True, False)]
+        policy = make_policy(BF16, kernels="triton")
+        choices = [chosen(policy, committed=committed, heads=heads) for committed in (True, False)]
+        pages = shapes(heads, 1, WIDTH, None, 64, "bfloat16")
+        tiles = [mosaic_tiles_for(heads, pages, WIDTH, prompt=prompt) for prompt in (True, False)]
     finally:
         blocks.measured.cache_clear()
-    assert [choice.implementation for choice in choices] == [by, "triton"]
-    assert choices[0].reason.startswith("measured on 2027-01-31: 80 us, Triton 100") == (by == "mosaic")
-    assert [one.split for one in tiles] == [1024, 512]
+    assert [choice.implementation for choice in choices] == by
+    for choice in choices:
+        assert choice.reason.startswith("measured on 2027-01-31: 80 us, Triton 100") == (
+            choice.implementation == "mosaic"
+        )
+    assert [one.split for one in tiles] == [2048 if measured else 1024, 512]
 
 
-def test_nothing_is_measured_so_triton_computes():
-    assert chosen(make_policy(BF16, kernels="triton"), committed=True).implementation == "triton"
+def test_where_nothing_is_measured_triton_computes(monkeypatch: pytest.MonkeyPatch):
+    """An H200 takes what was measured there, and no other card."""
+    for card, by in (("NVIDIA H100 80GB HBM3", ""), ("NVIDIA H200", "measured on 2026-11-28")):
+        monkeypatch.setattr(blocks, "card", lambda card=card: card)
+        pages = shapes(128, 1, 576, 512, 64, "bfloat16")
+        assert mosaic_is_faster(128, pages[0], 512, prompt=False).startswith(by)
+        assert bool(mosaic_is_faster(128, pages[0], 512, prompt=True)) == bool(by)
+        assert not mosaic_is_faster(20, pages[0], 512, prompt=False)
