@@ -24,6 +24,7 @@ from jaxspec.draft import methods
 from jaxspec.errors import ConfigError
 from jaxspec.models.cache_dtype import with_cache_dtype
 from jaxspec.models.catalog import arch_of
+from jaxspec.models.kv_copies import with_kv_copies
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import Policy, policy_for
@@ -136,7 +137,7 @@ def target_plan(
     config: Mapping[str, Any], policy: Policy, quantization: str = "auto", kv_cache_dtype: str = "auto"
 ) -> LoadPlan:
     """Plans how the files of a release of this config would be loaded."""
-    arch = with_cache_dtype(arch_of(config), kv_cache_dtype)
+    arch = with_cache_dtype(with_kv_copies(arch_of(config), policy.compute), kv_cache_dtype)
     return _plan(config, Transformer(arch, policy), known_tables()[arch.family].rules(arch), quantization)
 
 

@@ -15,8 +15,7 @@ from jaxspec.models.block import Block, LayerOutput, init_block
 from jaxspec.native.packing import Packed
 from jaxspec.nn.expert_shards import ROUTED
 from jaxspec.nn.inputs import Inputs
-from jaxspec.nn.matrix import Matrix
-from jaxspec.nn.param import LAYERS
+from jaxspec.nn.param import LAYERS, as_matrix, declared
 from jaxspec.nn.policy import Policy
 from jaxspec.nn.router import Routing
 from jaxspec.pytree import pytree, replace
@@ -200,7 +199,7 @@ def _layer(stack: Any, y: Array, policy: Policy) -> Any:
     def pick(path: tuple[Any, ...], leaf: Any) -> Any:
         if any(getattr(part, "key", None) in ROUTED for part in path):
             return leaf
-        one = Matrix(leaf, y, policy.compute.whole_kernels)
-        return one.own() if policy.compute.whole_kernels == "xla" else one
+        one = as_matrix(leaf, declared(path), policy, y)
+        return one.own() if one.kernels == "xla" else one
 
     return jax.tree_util.tree_map_with_path(pick, stack, is_leaf=lambda leaf: isinstance(leaf, Quantized | Packed))

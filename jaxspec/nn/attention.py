@@ -68,6 +68,7 @@ class AttentionSpec:
       value_norm: whether each value head is normalized, without a learned scale.
       float8: whether the cache holds keys and values as float8_e4m3fn, see ``jaxspec.cache.float8``.
       temperature: what queries are multiplied by at their positions, None for nothing.
+      kv_copies: how many of the kv heads, one beside the other, are copies of one that was published.
     """
 
     chain_only = None
@@ -95,6 +96,7 @@ class AttentionSpec:
     shared_values: bool = False
     value_norm: bool = False
     float8: bool = False
+    kv_copies: int = 1
 
     @property
     def span(self) -> int | None:

@@ -10,20 +10,14 @@ from jaxspec.cache.tree_reads import read_block
 from jaxspec.cache.window import segments_of
 from jaxspec.native import attention_call as native
 from jaxspec.nn.attend import Source, attend, attend_self, blocks_in_reach, positions_seen, readers
+from jaxspec.nn.fused_attention import attend_by_kernel
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.matrix import Matrix, own_of
 from jaxspec.nn.policy import Policy
 from jaxspec.nn.unrolled import Unrolled, attend_unrolled
 from jaxspec.shapes import Array
 from pallas_kernels.select import choose
-from pallas_kernels.verify_attention.api import (
-    OP,
-    case_name,
-    mosaic_is_faster,
-    mosaic_obstacles,
-    obstacles,
-    verify_attention,
-)
+from pallas_kernels.verify_attention.api import OP, case_name
 
 Pages = tuple[Array, Array | None]
 """Keys and values [P, G, Z, C]; without values a key begins with its value."""
@@ -87,9 +81,9 @@ def attend_cached(
     assert window is not None, "asked of layers with a cache"
     wide = (value_width or k_pages.shape[3]) if v_pages is None else v_pages.shape[3]
     sinks_H: Any = own_of(sinks)
-    kernels, ring = policy.compute.whole_kernels, stream.reach is not None
-    case = case_name(q_BTHC.shape[2], k_pages, wide)
+    kernels, ring = policy.compute.kernels, stream.reach is not None
     if kernels == "native":
+        case = case_name(q_BTHC.shape[2], k_pages, wide)
         blocked = native.obstacles(k_pages, dtype=dtype, block=window.block)
         if choose(OP, case, kernels, "cpu", blocked).implementation == "native":
             pages_BJ = pages_of(stream, window, q_BTHC.shape[0])
@@ -100,25 +94,11 @@ def attend_cached(
                 q_BTHC, k_pages, v_pages, inputs.position_BT, where, scale=scale, value_width=wide, sinks_H=sinks_H
             )
     elif kernels != "xla":
-        selected = inputs.selection is not None
-        blocked = obstacles(k_pages, value_width=wide, block=window.block, wanted=kernels, selected=selected)
-        # Of rows by themselves: what all rows commit together stands in a step.
-        prompt, heads = window.committed and window.row_B is not None, q_BTHC.shape[2]
-        mosaic = blocked + mosaic_obstacles(heads, pages, value_width=wide, dtype=dtype, prompt=prompt)
-        choice = choose(
-            OP, case, policy.compute.wanted_kernels, "cuda", blocked, mosaic=mosaic,
-            faster=mosaic_is_faster(heads, k_pages, wide, prompt=prompt),
-        )  # fmt: skip
-        if choice.implementation != "xla":
-            if isinstance(sinks, Matrix) and sinks.layer is not None and window.layer is not None:
-                sinks_H = sinks.whole  # a slice of it would be a copy
-            return verify_attention(
-                q_BTHC, k_pages, v_pages, inputs.position_BT, scale=scale, dtype=dtype, value_width=wide,
-                sinks_H=sinks_H, span=span, ring=ring, start_B=window.start_B,
-                path_BTJ=window.path_BTJ, table_BJ=window.table_BJ if stream.pooled else None, row_B=window.row_B,
-                base=window.layer, base_pages=window.layer_pages, block=window.block, prompt=prompt,
-                implementation=choice,
-            )  # fmt: skip
+        out = attend_by_kernel(
+            q_BTHC, pages, inputs, stream, policy, scale=scale, span=span, value_width=wide, sinks=sinks
+        )
+        if out is not None:
+            return out
     source = source_of(pages, stream, inputs, wide, span, scales)
     return attend(
         q_BTHC, [source], kv_heads=stream.heads, value_width=wide, scale=scale, dtype=dtype, sinks_H=sinks_H,

@@ -222,9 +222,14 @@ def _exactly(x: Array, w: Matrix, dtype: jnp.dtype) -> Array | None:
     return None if out is None else out.reshape(*x.shape[:-1], *trail)
 
 
+def is_cut(w: Matrix, dtype: jnp.dtype) -> bool:
+    """Whether an exact product by a kernel is one of three parts of each row."""
+    return isinstance(w.whole, jax.Array) and jnp.float32 not in (dtype, w.whole.dtype)
+
+
 def exact_rows(x_MD: Array, w: Matrix, dtype: jnp.dtype) -> tuple[Array, jnp.dtype, bool]:
     """Returns the rows and the dtype of an exact product, and whether they are three parts of x, to be added up."""
-    if not isinstance(w.whole, jax.Array) or jnp.float32 in (dtype, w.whole.dtype):
+    if not is_cut(w, dtype):
         return x_MD, jnp.dtype("float32"), False
     return jnp.concatenate(_parts(x_MD)), dtype, True
 

@@ -1,6 +1,7 @@
 """Routed experts whose weights a mesh splits: every device computes its own experts for the rows that reach it."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -9,9 +10,12 @@ from jax import lax
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
+from jaxspec.nn.devices import Devices
 from jaxspec.nn.expert_transport import TRANSPORTS
+from jaxspec.nn.fused_routing import SortedRows
 from jaxspec.nn.param import Param, declared
 from jaxspec.nn.policy import Policy
+from jaxspec.nn.steady import added_products
 from jaxspec.shapes import Array
 from jaxspec.sharding.axis_rules import mesh_axes
 from jaxspec.sharding.mesh import AXES
@@ -27,7 +31,7 @@ ROUTED = {
         Param("down_bias_ED", ("expert", "embed"), "bias", part="routed experts"),
     )
 }
-Compute = Callable[[Array, Array, Array, dict[str, Weight], Array | None], Array]
+Compute = Callable[..., Array]
 
 
 def split(mesh: AbstractMesh | None) -> bool:
@@ -62,11 +66,12 @@ def rows_on_each(policy: Policy, rows: int) -> int:
 def on_each_device(
     compute: Compute,
     policy: Policy,
-    x_MD: Array,
+    x: Array,
     expert_MA: Array,
     weight_MA: Array,
     experts: dict[str, Weight],
     layer: Array | None,
+    sorted_rows: SortedRows | None = None,
 ) -> Array:
     """Runs ``compute`` on every device with the part of the weights that it holds; float32 [M, D].
 
@@ -76,18 +81,19 @@ def on_each_device(
     of the float32 sums differ from one device's.
 
     Args:
-      compute: takes rows, choices counted from the device's first expert, combine weights, weights and the layer;
-        choices that are not among its experts add nothing.
+      compute: takes rows, choices counted from the device's first expert, combine weights, and by name ``experts``,
+        ``layer`` and ``sorted_rows``; choices that are not among its experts add nothing.
       policy: knows the mesh, with all of its axes, the transport and the dtype in which rows are computed with.
-      x_MD: rows.
+      x: rows [M, D], or [2, M, D / 2] as of ``run_experts``.
       expert_MA: choices among all experts, negative for none.
       weight_MA: combine weights.
       experts: ``gate_up_ED2F`` and so on, with a leading axis of layers if ``layer`` is given.
       layer: index in the stack.
+      sorted_rows: see ``run_experts``; only where every device has all rows and a part of every expert.
     """
     assert policy.compute.mesh is not None, "asked of a policy with a mesh"
     mesh: AbstractMesh = policy.compute.mesh
-    rows = x_MD.shape[0]
+    rows = len(expert_MA)
     transport: Literal["sum", "padded", "ragged"] = policy.compute.transport if mesh.shape["expert"] > 1 else "sum"
     over = ("data",) if transport == "sum" else ("data", "expert")
     missing = 0
@@ -95,32 +101,67 @@ def on_each_device(
         missing = -rows % (mesh.shape["data"] * mesh.shape["expert"])
     elif rows % mesh.shape["data"]:
         over = ()
+    x = x if transport == "sum" else as_rows(x)
     if missing:
-        x_MD, weight_MA = (jnp.pad(x, ((0, missing), (0, 0))) for x in (x_MD, weight_MA))
+        x, weight_MA = (jnp.pad(each, ((0, missing), (0, 0))) for each in (x, weight_MA))
         expert_MA = jnp.pad(expert_MA, ((0, missing), (0, 0)), constant_values=-1)
     sums = tuple(a for a in (("expert", "tensor") if transport == "sum" else ("tensor",)) if mesh.shape[a] > 1)
-    specs = {name: jax.tree.map(lambda leaf, name=name: P(*_spec(mesh, name, leaf)), w) for name, w in experts.items()}
+    specs = _specs(mesh, experts)
 
-    def on_one(x: Array, choice: Array, weight: Array, experts: dict[str, Weight], layer: Array | None) -> Array:
-        if "down_bias_ED" in experts:  # hidden units are split, but the bias of their sum counts once
-            bias: Any = experts["down_bias_ED"]
-            experts = experts | {"down_bias_ED": jnp.where(lax.axis_index("tensor") == 0, bias, 0).astype(bias.dtype)}
+    def on_one(
+        x: Array, choice: Array, weight: Array, experts: dict[str, Weight], layer: Array | None,
+        sorted_rows: SortedRows | None,
+    ) -> Array:  # fmt: skip
+        own = partial(compute, experts=experts, layer=layer, sorted_rows=sorted_rows)
+        if mesh.shape["tensor"] > 1 and "down_bias_ED" in experts:
+            own = _biased_once(compute, experts, layer, sorted_rows)
         local = experts["down_EFD"].shape[-3]
-        out = TRANSPORTS[transport](
-            lambda x, choice, weight: compute(x, choice, weight, experts, layer),
-            x,
-            choice,
-            weight,
-            local,
-            policy.compute.dtype,
-        )
+        out = TRANSPORTS[transport](own, x, choice, weight, local, policy.compute.dtype)
         return lax.psum(out, sums) if sums else out
 
     spec = P(over or None, None)
-    run = jax.shard_map(on_one, mesh=mesh, in_specs=(spec, spec, spec, specs, P()), out_specs=spec, check_vma=False)
-    out_MD = run(x_MD, expert_MA, weight_MA, experts, layer)
+    each = P(*spec) if x.ndim == 2 else P(None, *spec)
+    in_specs = (each, spec, spec, specs, P(), P())
+    run = jax.shard_map(on_one, mesh=mesh, in_specs=in_specs, out_specs=spec, check_vma=False)
+    out_MD = run(x, expert_MA, weight_MA, experts, layer, sorted_rows)
     return out_MD[:rows] if missing else out_MD
+
+
+def _biased_once(
+    compute: Compute, experts: dict[str, Weight], layer: Array | None, sorted_rows: SortedRows | None
+) -> Callable[[Array, Array, Array], Array]:
+    """Lets the first device along ``tensor`` alone add the last bias: hidden units are split, their sum is one."""
+    bias: Any = experts["down_bias_ED"]
+    others = {name: w for name, w in experts.items() if name != "down_bias_ED"}
+    own = partial(compute, experts=others, layer=layer, sorted_rows=sorted_rows)
+
+    def run(x: Array, expert_MA: Array, weight_MA: Array) -> Array:
+        adds_MA = (expert_MA >= 0) & (expert_MA < bias.shape[-2]) & (lax.axis_index("tensor") == 0)
+        index_MA = jnp.clip(expert_MA, 0, bias.shape[-2] - 1)
+        share_MA = jnp.where(adds_MA, weight_MA.astype(jnp.float32), 0)
+        lead = () if layer is None else (layer,)
+        each = range(expert_MA.shape[1])
+        pairs = ((share_MA[:, a, None], bias[(*lead, index_MA[:, a])].astype(jnp.float32)) for a in each)
+        return own(x, expert_MA, weight_MA) + added_products(pairs)
+
+    return run
+
+
+def own_experts(mesh: AbstractMesh | None, experts: Mapping[str, Weight]) -> Mapping[str, Any]:
+    """Returns the weights that a device has, of which only shapes and dtypes matter."""
+    if mesh is None or not split(mesh):
+        return experts
+    return Devices(mesh).part(dict(experts), _specs(mesh, experts))
+
+
+def as_rows(x: Array) -> Array:
+    """Returns rows [M, D], put together from even and odd columns where they lie apart."""
+    return x if x.ndim == 2 else jnp.moveaxis(x, 0, 2).reshape(x.shape[1], -1)
 
 
 def _spec(mesh: AbstractMesh, name: str, leaf: Array) -> tuple[str | None, ...]:
     return mesh_axes(declared((name,)).axes_of(leaf.ndim), mesh)
+
+
+def _specs(mesh: AbstractMesh, experts: Mapping[str, Weight]) -> dict[str, Any]:
+    return {name: jax.tree.map(lambda leaf, name=name: P(*_spec(mesh, name, leaf)), w) for name, w in experts.items()}

@@ -12,7 +12,7 @@ import numpy as np
 from jaxspec.native.packing import Packed
 from jaxspec.native.product import product
 from jaxspec.nn.dense import fewest_rows, whole_tiles
-from jaxspec.nn.expert_shards import obstacles_on, on_each_device, rows_on_each, split
+from jaxspec.nn.expert_shards import as_rows, obstacles_on, on_each_device, own_experts, rows_on_each, split
 from jaxspec.nn.ffn import Activation
 from jaxspec.nn.fused_routing import SortedRows
 from jaxspec.nn.grouped_experts import by_parts, groupable, grouped_experts, in_parts
@@ -198,19 +198,22 @@ def run_experts(
         return (run_packed if native else run_stacked)(x, own, experts, activation, dtype, layer, live)
 
     if native:
-        return in_parts(whole, _rows(x), routing, live)
+        return in_parts(whole, as_rows(x), routing, live)
     rows, top_k = routing.expert_MA.shape
     choice = choose_kernel(rows, top_k, experts, policy, stacked=layer is not None)
     if choice.implementation == "xla" and (not split(mesh) or obstacles_on(mesh, experts)):
-        return in_parts(whole, _rows(x), routing, live)
+        return in_parts(whole, as_rows(x), routing, live)
     expert_MA = routing.expert_MA
     if live is not None:
         expert_MA = jnp.where(live if live.ndim == 2 else live[:, None], expert_MA, -1)
 
-    def compute(x: Array, choices: Array, weights: Array, experts: dict[str, Weight], layer: Array | None) -> Array:
+    def compute(
+        x: Array, choices: Array, weights: Array, experts: dict[str, Weight], layer: Array | None,
+        sorted_rows: SortedRows | None,
+    ) -> Array:  # fmt: skip
         def some(x: Array, own: Routing, live: Array | None) -> Array:
             if choice.implementation == "xla":
-                return run_stacked(x, own, experts, activation, dtype, layer, own.expert_MA >= 0)
+                return run_stacked(as_rows(x), own, experts, activation, dtype, layer, own.expert_MA >= 0)
             many = len(own.expert_MA) > GROUPED_ROWS or policy.compute.grouped != "xla"
             grouped = choice.implementation not in INSTEAD and many and groupable(experts, stacked=layer is not None)
             run = grouped_experts if grouped else partial(routed_experts, sorted_rows=sorted_rows)
@@ -221,23 +224,22 @@ def run_experts(
 
         return in_parts(some, x, replace(routing, expert_MA=choices, weight_MA=weights), None)
 
-    operands = (expert_MA, routing.weight_MA, experts, layer)
-    return on_each_device(compute, policy, _rows(x), *operands) if split(mesh) else compute(x, *operands)
-
-
-def _rows(x: Array) -> Array:
-    return x if x.ndim == 2 else jnp.moveaxis(x, 0, 2).reshape(x.shape[1], -1)
+    operands = (expert_MA, routing.weight_MA, experts, layer, sorted_rows)
+    return on_each_device(compute, policy, x, *operands) if split(mesh) else compute(x, *operands)
 
 
 def sorted_height(rows: int, top_k: int, experts: dict[str, Weight], policy: Policy, *, stacked: bool) -> int | None:
     """Returns the rows per block in which the experts' kernel wants M rows sorted, None where it sorts them itself."""
     compute = policy.compute
-    if rows > GROUPED_ROWS or compute.grouped != "xla" or split(compute.mesh):
+    if rows > GROUPED_ROWS or compute.grouped != "xla":
+        return None
+    if compute.row_axes or (compute.mesh is not None and compute.mesh.shape.get("expert", 1) > 1):
         return None
     if any(isinstance(w, Packed) for w in experts.values()):
         return None
     choice = choose_kernel(rows, top_k, experts, policy, stacked=stacked)
-    return None if choice.implementation == "xla" else tiles_for(experts, rows, top_k, by=choice.implementation).rows
+    own = own_experts(compute.mesh, experts)
+    return None if choice.implementation == "xla" else tiles_for(own, rows, top_k, by=choice.implementation).rows
 
 
 def run_weighed(

@@ -3,8 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jax.sharding import PartitionSpec as P
+
 from jaxspec.cache.addressing import LayerCache, StreamSpec
 from jaxspec.cache.window import Window
+from jaxspec.nn.devices import Over
+from jaxspec.nn.fused_attention import rows_elsewhere
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.matrix import Matrix
 from jaxspec.nn.rope import RopeSpec
@@ -36,18 +40,28 @@ def heads_by_kernel(
     if window is None or not isinstance(qkv, Matrix) or qkv.kernels not in ("triton", "interpret"):
         return None
     _, kv_heads, group, width = qkv.shape
-    count = positions_of(x_BTX, window)
+    devices, split = qkv.devices, qkv.devices.over_heads(kv_heads)
+    count, ring, own_heads = positions_of(x_BTX, window), stream.reach is not None, kv_heads // devices.size(split)
     turn = (0, False, False) if rope is None else (rope.dim, rope.interleaved, rope.last)
-    heads = Heads(kv_heads, group - 2, width, *turn, *norm, count, stream.reach is not None, window.layer_pages)
+    heads = Heads(own_heads, group - 2, width, *turn, *norm, count, ring, window.layer_pages)
     x_MX, pages = x_BTX.reshape(-1, x_BTX.shape[-1]), (inputs.memory["k"], inputs.memory["v"])
-    choice = choose(OP, case_name(len(x_MX), heads), qkv.kernels, "cuda", obstacles(heads, pages[0]))
-    part_SMN = None if choice.implementation == "xla" else qkv.parts(x_MX, dtype)
-    if part_SMN is None:
+    blocked = obstacles(heads, pages[0]) + rows_elsewhere(devices, window, stream)
+    choice = choose(OP, case_name(devices.own_rows(len(x_MX)), heads), qkv.kernels, "cuda", blocked)
+    part_SMGQC = None if choice.implementation == "xla" else qkv.parts(x_MX, dtype)
+    if part_SMGQC is None:
         return None
     where = where_of(inputs, window, stream, rope)
-    q_MHC, k_pages, v_pages = heads_to_cache(
-        part_SMN, pages, heads, params={name: x.whole for name, x in params.items()},
-        where=where, layer=qkv.layer, implementation=choice,
+
+    def compute(part_SMGQC: Array, pages: Any, params: dict[str, Array], where: dict[str, Array], layer: Array | None):
+        part_SMN = part_SMGQC.reshape(*part_SMGQC.shape[:2], -1)
+        return heads_to_cache(part_SMN, pages, heads, params=params, where=where, layer=layer, implementation=choice)
+
+    over = devices.over_rows(len(x_BTX))
+    page = P(over, split)
+    q_MHC, k_pages, v_pages = devices.run(
+        compute, (part_SMGQC, pages, {name: x.whole for name, x in params.items()}, where, qkv.layer),
+        (P(None, over, split), (page, page), {name: x.specs for name, x in params.items()}, specs_of(where, over), P()),
+        (page, page, page),
     )  # fmt: skip
     return q_MHC.reshape(*x_BTX.shape[:2], -1, width), {**inputs.memory, "k": k_pages, "v": v_pages}
 
@@ -69,3 +83,8 @@ def where_of(inputs: Inputs, window: Window, stream: StreamSpec, rope: RopeSpec 
         angles = inputs.rotation(rope)
         where |= {n: x.reshape(-1, x.shape[-1]) for n, x in zip(("cos", "sin"), angles, strict=True)}
     return {name: x for name, x in where.items() if x is not None}
+
+
+def specs_of(where: Mapping[str, Array], over: Over) -> dict[str, P]:
+    """Returns how what ``where_of`` gives is split, with rows over axes of the mesh."""
+    return {name: P() if name == "base" else P(over) for name in where}

@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxspec.nn.dense import exact_rows
+from jax.sharding import PartitionSpec as P
+
+from jaxspec.nn.dense import exact_rows, is_cut
 from jaxspec.nn.matrix import Matrix
 from jaxspec.nn.router import RouterSpec, Routing
 from jaxspec.shapes import Array
@@ -29,7 +31,8 @@ def route_by_kernel(
       top_k: A.
       dtype: of products.
       live_M: rows that are sorted, bool or int32, None for all.
-      height: rows per block of the experts' kernel, None where that is not to read sorted rows.
+      height: rows per block of the experts' kernel, None where that is not to read sorted rows, as where devices have
+        rows of their own.
 
     Returns:
       The choices, and the rows sorted by expert where asked for; None where no kernel computes this.
@@ -39,20 +42,27 @@ def route_by_kernel(
         return None
     if spec.exact and isinstance(router.whole, Quantized):
         return None
+    devices, rows = router.devices, router.devices.own_rows(len(x_MD))
     choice = choose(
-        OP, case_name(x_MD.shape[0], router.shape[1], scoring), router.kernels, "cuda",
-        obstacles(router.shape[1], scoring),
-    )  # fmt: skip
-    if choice.implementation == "xla":
+        OP, case_name(rows, router.shape[1], scoring), router.kernels, "cuda", obstacles(router.shape[1], scoring)
+    )
+    product = router.choice(3 * rows if spec.exact and is_cut(router, dtype) else rows)
+    if choice.implementation == "xla" or product is None:
         return None
-    rows_XD, kind, thirds = exact_rows(x_MD, router, dtype) if spec.exact else (x_MD, dtype, False)
-    part_SXE = router.parts(rows_XD, kind)
-    if part_SXE is None:
-        return None
-    routed: Routed = route(
-        part_SXE, {name: bias.whole for name, bias in params.items() if name != "router"},
-        replace(scoring, thirds=thirds), layer=router.layer, live_M=live_M, height=height, implementation=choice,
-    )  # fmt: skip
+
+    def compute(x_MD: Array, wholes: dict[str, Any], layer: Array | None, live_M: Array | None) -> Routed:
+        own = Matrix(wholes["router"], layer, router.kernels)
+        rows_XD, kind, thirds = exact_rows(x_MD, own, dtype) if spec.exact else (x_MD, dtype, False)
+        return route(
+            own.multiply(rows_XD, kind, product, summed=False),
+            {name: bias for name, bias in wholes.items() if name != "router"},
+            replace(scoring, thirds=thirds), layer=layer, live_M=live_M, height=height, implementation=choice,
+        )  # fmt: skip
+
+    wholes, specs = {name: w.whole for name, w in params.items()}, {name: w.specs for name, w in params.items()}
+    over = devices.over_rows(len(x_MD))
+    by_row = P() if over is None else P(over)  # what is sorted has no axis of rows
+    routed: Routed = devices.run(compute, (x_MD, wholes, router.layer, live_M), (by_row, specs, P(), by_row), by_row)
     return Routing(routed.expert_MA, routed.weight_MA, routed.logits_ME), routed.sorted
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxspec.errors import ConfigError
 from jaxspec.native.packing import Packed, abstract_packed
+from jaxspec.nn.devices import ONE, devices_of
 from jaxspec.nn.matrix import Matrix
 from jaxspec.nn.policy import Policy
 from jaxspec.shapes import Array
@@ -114,14 +115,14 @@ def declare(
       An array or a ``Quantized``; with kernels a ``Matrix`` where ``dense`` and ``exact_dense`` alone read it, or
       ``by_kernel``; packed experts.
     """
-    name, kernels = param.name.format(number), policy.compute.whole_kernels
-    in_stack = (param.kind == "matrix" or by_kernel) and kernels != "xla"
+    name = param.name.format(number)
+    in_stack = (param.kind == "matrix" or by_kernel) and policy.compute.kernels != "xla"
     if module.has_variable("params", name):
         value = module.get_variable("params", name)
         if isinstance(value, Matrix):
             return value if in_stack else value.own()
         if isinstance(value, Packed):
-            own = Matrix(value, None, kernels)
+            own = as_matrix(value, param, policy)
             return own if in_stack else value if param.axes[0] == "expert" else own.own()
     form = policy.storage.format_of(kind_of((*module.path, name)))
 
@@ -131,4 +132,11 @@ def declare(
         return (param.init or INITS.get(param.kind, NORMAL))(key, shape, param.dtype or policy.storage.param)
 
     value: Any = module.param(name, nn.with_logical_partitioning(init, param.axes_of(len(shape))))
-    return Matrix(value, None, kernels) if in_stack else value
+    return as_matrix(value, param, policy) if in_stack else value
+
+
+def as_matrix(value: Any, param: Param, policy: Policy, layer: Array | None = None) -> Matrix:
+    """Returns a parameter, or a stack of it and the layer's index, for kernels to read."""
+    devices = devices_of(policy.compute)
+    axes = () if devices is ONE else devices.over_weight(param.axes, value.shape[len(value.shape) - len(param.axes) :])
+    return Matrix(value, layer, policy.compute.kernels, devices, axes)

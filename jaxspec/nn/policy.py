@@ -79,8 +79,8 @@ class Compute:
         measurement of the card says that they are faster.
       grouped: what computes routed experts where gradients are taken through them: ``triton`` or ``interpret`` in
         groups of rows with one expert, whatever ``kernels`` says; ``xla`` as ``kernels`` says.
-      mesh: devices that parameters are split over, None for one device. Kernels of routed experts compute each device's
-        part; others compute only where every device has all rows and all heads.
+      mesh: devices that parameters are split over, None for one device. Kernels compute each device's part, see
+        ``jaxspec.nn.devices``; those of recurrent layers only where every device has all rows and all heads.
       transport: how rows reach the devices along ``expert`` that hold their experts: ``sum`` (all rows are everywhere,
         outputs are summed), ``padded`` or ``ragged`` (devices have rows of their own, and exchange them twice per
         layer); see ``jaxspec.nn.expert_transport`` and ``jaxspec.serve.transport``.
@@ -106,12 +106,20 @@ class Compute:
         )
 
     @property
+    def row_axes(self) -> tuple[str, ...]:
+        """Returns the mesh axes of several devices that rows are split over, where these divide them."""
+        wanted = ("data",) if self.transport == "sum" else ("data", "expert")
+        return () if self.mesh is None else tuple(axis for axis in wanted if self.mesh.shape.get(axis, 1) > 1)
+
+    @property
+    def splits_operands(self) -> bool:
+        """Whether devices have rows, heads or columns of their own, besides experts."""
+        return bool(self.row_axes) or (self.mesh is not None and self.mesh.shape.get("tensor", 1) > 1)
+
+    @property
     def whole_kernels(self) -> Kernels:
-        """Returns what computes operations whose kernels cannot read split operands."""
-        if self.mesh is None:
-            return self.kernels
-        several = {axis for axis, size in self.mesh.shape.items() if size > 1}
-        return self.kernels if several <= {"expert"} and self.transport == "sum" else "xla"
+        """Returns what computes operations whose kernels are not run on parts of their operands."""
+        return "xla" if self.splits_operands else self.kernels
 
     @property
     def splits_rows(self) -> bool:

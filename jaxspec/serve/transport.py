@@ -24,8 +24,8 @@ UNKNOWN_GPU = "h100"
 def transport_for(arch: ArchSpec, policy: Policy, mesh: Mesh, rows: int, device: Any) -> Transport:
     """Returns the cheapest transport for a plain step of ``rows`` rows.
 
-    XLA has no ragged exchange on a CPU. With kernels it is ``sum`` always: those of attention know nothing of rows on
-    other devices, and without them the host waits for every block of the cache in every layer.
+    XLA has no ragged exchange on a CPU. With kernels it is ``sum`` unless somebody asks for another: where rows are
+    exchanged layers are not stacked, and a prompt's attention is XLA's, for which the host waits block by block.
     """
     if not arch.is_moe:
         return "sum"

@@ -17,7 +17,8 @@ from jaxspec.checkpoint.files.stream import TensorName
 from jaxspec.checkpoint.load.load_plan import LoadPlan, scale_steps
 from jaxspec.checkpoint.load.places import TargetLeaf, flatten, part_shapes, unflatten
 from jaxspec.checkpoint.load.stored import check_numbers, read_numbers, read_scales, read_values
-from jaxspec.checkpoint.names.packs import PACKS
+from jaxspec.checkpoint.names.copies import shape_without_copies, with_copies
+from jaxspec.checkpoint.names.packs import PACKS, Arrays
 from jaxspec.checkpoint.names.table import NameRule
 from jaxspec.errors import CheckpointError
 from jaxspec.native.packing import Packed, write_numbers, write_scales
@@ -121,34 +122,46 @@ def _sources(plan: LoadPlan, path: str) -> dict[str, ArraySource]:
 
 def _plain(plan: LoadPlan, part: Shape, dtype: np.dtype, rule: NameRule, index: Index) -> Read:
     stored = [plan.stored[name] for name in rule.names]
-    pack = PACKS[rule.pack]
-    cut, small, rest = pack.cut([read_values(plan.files, s, dtype) for s in stored], part, index)
+    out, cut = _joined(rule, [read_values(plan.files, s, dtype) for s in stored], part, index)
     read = {s.data: a.nbytes for s, a in zip(stored, cut, strict=True) if s.form is None}
     # A quantized matrix is widened before it is cut, for the cut may go through its blocks.
     read |= {name: plan.files.size(name) for s in stored if s.form for name in s.tensors}
-    return pack.join(cut, small)[rest], read
+    return out, read
 
 
 def _data(plan: LoadPlan, part: Shape, rule: NameRule, index: Index) -> Read:
     stored = [plan.stored[name] for name in rule.names]
-    pack = PACKS[rule.pack]
-    cut, small, rest = pack.cut([read_numbers(plan.files, s) for s in stored], part, index)
+    out, cut = _joined(rule, [read_numbers(plan.files, s) for s in stored], part, index)
     read = {}
     for s, array in zip(stored, cut, strict=True):
         check_numbers(plan.files, array, s)
         read[s.data] = plan.files.size(s.data) if s.to_quantize else array.nbytes
-    return pack.join(cut, small)[rest], read
+    return out, read
+
+
+def _joined(rule: NameRule, arrays: Arrays, part: Shape, index: Index) -> tuple[np.ndarray, Arrays]:
+    """Returns a slice of what a rule's arrays make, and what of them it took; all of them where heads are copied."""
+    pack = PACKS[rule.pack]
+    if rule.copies > 1:
+        return _copied(rule, arrays, part)[index], arrays
+    cut, small, rest = pack.cut(arrays, part, index)
+    return pack.join(cut, small)[rest], cut
+
+
+def _copied(rule: NameRule, arrays: Arrays, part: Shape) -> np.ndarray:
+    return with_copies(PACKS[rule.pack].join(arrays, shape_without_copies(part, rule.copies)), rule.copies)
 
 
 def _scale(plan: LoadPlan, part: Shape, leaf: Quantized, rule: NameRule, index: Index) -> Read:
     stored = [plan.stored[name] for name in rule.names]
     parts = []
-    for s, (rows, columns) in zip(stored, part_shapes(rule.pack, part), strict=True):
+    shapes = part_shapes(rule.pack, shape_without_copies(part, rule.copies))
+    for s, (rows, columns) in zip(stored, shapes, strict=True):
         assert s.form is not None, "the plan keeps only quantized tensors quantized"
         down, across = scale_steps(rule.pack, leaf.format, s.form)
         parts.append(np.repeat(np.repeat(read_scales(plan.files, s), down, 0), across, 1)[:rows, :columns])
     # Scales are few, and read whole.
-    return PACKS[rule.pack].join(parts, part)[index], {s.tensors[-1]: plan.files.size(s.tensors[-1]) for s in stored}
+    return _copied(rule, parts, part)[index], {s.tensors[-1]: plan.files.size(s.tensors[-1]) for s in stored}
 
 
 def _array(plan: LoadPlan, source: ArraySource, sharding: Sharding | None) -> jax.Array:

@@ -21,6 +21,7 @@ from jaxspec.checkpoint.load.tied import with_own_head
 from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.catalog import arch_of, known_families
+from jaxspec.models.kv_copies import with_kv_copies
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import Policy
@@ -101,8 +102,11 @@ def plan_model(
     placement: Placement | None = None,
     *,
     config: Mapping[str, Any] | None = None,
+    copied: bool = False,
 ) -> LoadPlan:
     """Plans how a directory is loaded and lists what is wrong with it, from its headers and its config alone.
+
+    Where ``copied``, the heads of keys and values lie as ``with_kv_copies`` says, as for serving.
 
     Raises:
       ConfigError: the config is missing, corrupt, of an unknown family or quantized in a way that is not supported.
@@ -110,7 +114,7 @@ def plan_model(
     """
     directory = Path(directory)
     config = read_config(directory) if config is None else config
-    arch = arch_of(config)
+    arch = with_kv_copies(arch_of(config), policy.compute) if copied else arch_of(config)
     table, files = known_tables()[arch.family], open_tensors(directory)
     arch = with_own_head(arch, table, files)
     net = Transformer(arch, policy.update(slots=slots_for(placement)))
@@ -151,7 +155,7 @@ def load_model(
     config = read_config(Path(directory))
     if placement is not None:
         check_placement(placement, config, arch_of(config), mesh)
-    plan = plan_model(directory, policy_on_mesh(policy, mesh), quantization, placement, config=config)
+    plan = plan_model(directory, policy_on_mesh(policy, mesh), quantization, placement, config=config, copied=True)
     plan.check()
     generation = read_generation(plan.directory)
     params = fill(plan, shardings_on(mesh, allow_replication=allow_replication), show)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jaxspec.checkpoint.load.slots import TABLE, ExpertSlots
+from jaxspec.checkpoint.names.copies import shape_without_copies
 from jaxspec.checkpoint.names.packs import PACKS
 from jaxspec.checkpoint.names.table import NameRule
 from jaxspec.models.arch import ArchSpec, LayerSpec, Segment, segments
@@ -161,7 +162,7 @@ def _place(
 
 def hub_shapes(leaf: TargetLeaf, rule: NameRule) -> list[tuple[int, ...]]:
     """Shapes of what the published tensors of one rule stand for."""
-    return part_shapes(rule.pack, leaf.part)
+    return part_shapes(rule.pack, shape_without_copies(leaf.part, rule.copies))
 
 
 @cache

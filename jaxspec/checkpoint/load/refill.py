@@ -24,6 +24,7 @@ from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.errors import ConfigError
 from jaxspec.models.cache_dtype import cache_dtype_of, with_cache_dtype
 from jaxspec.models.catalog import arch_of
+from jaxspec.models.kv_copies import with_kv_copies, without_kv_copies
 from jaxspec.models.text_length import for_texts
 from jaxspec.native.packing import Packed, pack_like
 from jaxspec.perf.expert_placement import Placement
@@ -54,7 +55,8 @@ def refill(
     if isinstance(given, str | Path):
         directory = Path(given)
         own = model.net.arch
-        arch = with_cache_dtype(for_texts(arch_of(read_config(directory)), own.max_position), cache_dtype_of(own))
+        arch = for_texts(with_kv_copies(arch_of(read_config(directory)), model.net.policy.compute), own.max_position)
+        arch = with_cache_dtype(arch, cache_dtype_of(own))
         if replace(arch, tied=own.tied) != own:
             raise ConfigError(f"update_target: {directory} is of another architecture than {model.directory}")
         return _load(model, directory, open_tensors(directory), quantization, mesh, placement)
@@ -130,7 +132,7 @@ def _like(own: Any, new: Any) -> Any:
 
 def _published(model: Model, new: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Returns a tree in the layout of training under its published names, in float32."""
-    arch = model.net.arch
+    arch = without_kv_copies(model.net.arch)
     rules = resolve_rules(known_tables()[arch.family].rules(arch), new, arch)
     odd = [path for path, leaf in new.items() if path not in rules or not isinstance(leaf, jax.Array | np.ndarray)]
     if odd:

@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 from jaxspec.checkpoint.load.load_plan import scale_steps
 from jaxspec.checkpoint.load.places import abstract_params, flatten, resolve_rules
 from jaxspec.checkpoint.load.stored import E8M0, FP4_BLOCK, FP8_BLOCK, check_method, matrix_form
+from jaxspec.checkpoint.names.copies import without_copies
 from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.checkpoint.names.packs import PACKS
 from jaxspec.checkpoint.names.table import NameRule, Table
@@ -56,7 +57,7 @@ def named_tensors(
             if isinstance(leaf, Quantized):
                 parts = _quantized(table, rule, leaf, index, block)
             else:
-                split = PACKS[rule.pack].split(leaf[index])
+                split = PACKS[rule.pack].split(without_copies(leaf[index], rule.copies))
                 parts = zip(rule.hub, (part.astype(own_dtype) for part in split), strict=True)
             for name, part in parts:
                 if rule.entry is None:
@@ -90,7 +91,7 @@ def _quantized(table: Table, rule: NameRule, leaf: Any, index: tuple[int, ...], 
         )
     published = matrix_form(form, block, transposed=table.scales == "blocks")
     down, across = scale_steps(rule.pack, form, published)
-    data, scale = (pack.split(array[index]) for array in (leaf.data, leaf.scale))
+    data, scale = (pack.split(without_copies(array[index], rule.copies)) for array in (leaf.data, leaf.scale))
     for name, numbers, factors in zip(rule.hub, data, scale, strict=True):
         yield from _as_published(table, name, numbers, factors[::down, ::across], form)
 

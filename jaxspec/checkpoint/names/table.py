@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from jaxspec.checkpoint.files.stream import TensorName
+from jaxspec.checkpoint.names.copies import COPIED
 from jaxspec.models.arch import ArchSpec
 from jaxspec.nn.moe import MoeSpec
 
@@ -25,12 +26,14 @@ class NameRule:
       hub: published names, in the order that ``pack`` takes them.
       pack: name of the bijection.
       entry: which entry of their first axis is read, None for all of it.
+      copies: of each head of keys and values in the parameter, see ``copies``.
     """
 
     leaf: str
     hub: tuple[str, ...]
     pack: str = "copy"
     entry: int | None = None
+    copies: int = 1
 
     @cached_property
     def names(self) -> tuple[TensorName, ...]:
@@ -112,7 +115,7 @@ class Table:
             yield replace(rule, hub=embedding) if rule.leaf == "head_DV" and arch.tied else rule
         for y, layer in enumerate(arch.layers):
             prefix = self.prefix.replace("{y}", str(y))
-            yield from _filled(self.layer, f"layers_{y}/", prefix)
+            yield from _filled(self.layer, f"layers_{y}/", prefix, layer.attention)
             yield from self._experts(f"layers_{y}/", prefix, layer.ffn, self.expert, names)
 
     def hub_names(self, leaf: str) -> tuple[str, ...]:
@@ -143,7 +146,8 @@ class Table:
             path, prefix = f"mtp_{n}/", _fill(own.prefix or self.prefix, y=len(arch.layers) + n, n=n)
             yield from _filled(own.join, path, prefix)
             yield from _filled(own.shared, path, "")
-            yield from _filled(self.layer if own.layer is None else own.layer, f"{path}block/", prefix)
+            block = self.layer if own.layer is None else own.layer
+            yield from _filled(block, f"{path}block/", prefix, layer.attention)
             expert = self.expert if own.expert is None else own.expert
             yield from self._experts(f"{path}block/", prefix, layer.ffn, expert, names)
 
@@ -161,10 +165,12 @@ class Table:
                 yield NameRule(path + _fill(rule.leaf, e=e), hub, rule.pack, entry)
 
 
-def _filled(rules: tuple[NameRule, ...], path: str, prefix: str) -> Iterator[NameRule]:
-    """Yields rules under a path of parameters and a published prefix."""
+def _filled(rules: tuple[NameRule, ...], path: str, prefix: str, attention: object = None) -> Iterator[NameRule]:
+    """Yields rules under a path of parameters and a published prefix, of a layer with such attention."""
+    copies = getattr(attention, "kv_copies", 1)
     for rule in rules:
-        yield NameRule(path + rule.leaf, tuple(prefix + name for name in rule.hub), rule.pack)
+        own = copies if rule.leaf in COPIED else 1
+        yield NameRule(path + rule.leaf, tuple(prefix + name for name in rule.hub), rule.pack, copies=own)
 
 
 def _fill(text: str, **numbers: int) -> str:

@@ -15,6 +15,7 @@ from jaxspec.cache.window import Window
 from jaxspec.nn.cached_attention import attend_cached
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.policy import Policy, make_policy
+from jaxspec.sharding.mesh import make_mesh
 from pallas_kernels import blocks
 from pallas_kernels.blocks import trying
 from pallas_kernels.select import Choice, UnsupportedKernel, recording
@@ -147,6 +148,9 @@ def test_it_computes_prompts_where_it_is_asked_for_and_steps_of_few_heads_never(
     step = chosen(policy, committed=False)
     assert step.implementation == "triton"
     assert step.reason.startswith("no Mosaic kernel: a step with 8 heads")
+    on_two = policy.update(mesh=make_mesh({"tensor": 2}).abstract_mesh)
+    prompt = chosen(on_two, committed=True)
+    assert (prompt.implementation, prompt.case[:6]) == ("mosaic", "H4 G1 "), "each device has its own heads"
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_what_arrives_is_what_was_sent_to_the_bit(transport: Any):
     policy = make_policy(mesh=mesh.abstract_mesh, transport=transport)
     routed, x_MD = settle((routing("anywhere", rows), jnp.asarray(numbers((rows, DIM), 1), jnp.bfloat16)), mesh)
 
-    def told(x, choice, weight, experts, layer):
+    def told(x, choice, weight, experts, layer, sorted_rows):
         chosen = jnp.sum(jnp.where(choice >= 0, weight, 0), axis=1, keepdims=True)
         return jnp.concatenate(
             [jnp.where(jnp.any(choice >= 0, axis=1)[:, None], x, 0).astype(jnp.float32)[:, :-1], chosen], axis=1
