@@ -1,5 +1,6 @@
 """Walks the accepted path of a tree, and cuts verdicts at stops and limits."""
 
+import jax
 import jax.numpy as jnp
 
 from jaxspec.protocol import Proposal, Sampling, Tree, Verdict
@@ -67,8 +68,9 @@ def unsound(logits_BTV: Array, score_BTV: Array, verdict: Verdict, *, exact: boo
     """
     if not exact:
         return ~jnp.isfinite(jnp.take_along_axis(jnp.max(score_BTV, axis=-1), verdict.path_BT, axis=1))
-    rows_B = jnp.arange(score_BTV.shape[0], dtype=jnp.int32)[:, None]
-    logit_BT, score_BT = (x[rows_B, verdict.path_BT, verdict.token_BT] for x in (logits_BTV, score_BTV))
+    # Row by row: on a mesh that splits rows no logit has to leave its device.
+    of_row = jax.vmap(lambda x_TV, path_T, token_T: x_TV[path_T, token_T])
+    logit_BT, score_BT = (of_row(x, verdict.path_BT, verdict.token_BT) for x in (logits_BTV, score_BTV))
     # A tiny repetition penalty may make a score infinite, but not a logit.
     return ~jnp.isfinite(logit_BT) | ~(score_BT > -jnp.inf)
 
