@@ -15,6 +15,7 @@ from jaxspec.nn.param import Param, declare
 from jaxspec.nn.policy import Policy
 from jaxspec.nn.rope import RopeSpec, rotate
 from jaxspec.nn.steady import row_sum
+from jaxspec.nn.threshold import find_threshold
 from jaxspec.shapes import Array
 from jaxspec.sharding.placement import row_axes
 
@@ -119,9 +120,19 @@ def scores(queries: Queries, k_XZC: Array, dtype: jnp.dtype) -> Array:
 
 def best(score_XTN: Array, top_k: int) -> Array:
     """Whether an entry is among the ``top_k`` best of the last axis; of equal ones those of lower places are."""
-    _, place_XTK = lax.top_k(score_XTN, top_k)
-    nowhere = jnp.zeros(score_XTN.shape, bool)
-    return jnp.put_along_axis(nowhere, place_XTK, True, axis=-1, inplace=False)
+    *each, room = score_XTN.shape
+    if room <= top_k:
+        return jnp.ones(score_XTN.shape, bool)
+    every_XTN, least_XT = jnp.ones(score_XTN.shape, jnp.int32), jnp.full(each, top_k, jnp.int32)
+    threshold_XT1 = find_threshold(score_XTN, every_XTN, least_XT)[..., None]
+    is_above, is_equal = score_XTN > threshold_XT1, score_XTN == threshold_XT1
+    ties_XT1 = top_k - jnp.sum(is_above, axis=-1, keepdims=True, dtype=jnp.int32)
+
+    def lower_places() -> Array:
+        return is_above | (is_equal & (jnp.cumsum(is_equal, axis=-1, dtype=jnp.int32) <= ties_XT1))
+
+    too_many = jnp.any(jnp.sum(is_equal, axis=-1, keepdims=True, dtype=jnp.int32) > ties_XT1)
+    return lax.cond(too_many, lower_places, lambda: is_above | is_equal)
 
 
 def _per_shard(compute: Callable[[Array], Array], policy: Policy, x_X: Array) -> Array:

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspec.decode.state import init_sampling
+from jaxspec.nn.threshold import find_threshold
 from jaxspec.protocol import Sampling, Tree
 from jaxspec.pytree import replace
 from jaxspec.topology import Topology, chain, tree
-from jaxspec.verify.logits import Context, find_threshold, leaves_as_is, process, truncate
+from jaxspec.verify.logits import Context, leaves_as_is, process, truncate
 
 VOCAB, STOPS, ANCHOR, MADE = 12, (3, 8), 10, 3  # the anchor's position, and generated tokens up to it
 TOPOLOGIES = {"chain": [chain(3)], "tree": [tree((2, 2))], "plain": [chain(0)]}

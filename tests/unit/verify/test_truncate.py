@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from jaxspec.decode.state import init_sampling
+from jaxspec.nn.threshold import search_four_bits_at_once, search_one_by_one
 from jaxspec.protocol import Sampling
 from jaxspec.pytree import replace
-from jaxspec.verify.logits import search_four_bits_at_once, search_one_by_one, truncate
+from jaxspec.verify.logits import truncate
 
 VOCAB = 129
 TOP_K = (0, 1, 2, 17, VOCAB - 1, VOCAB, VOCAB + 1, 2**31 - 1)
