@@ -14,6 +14,7 @@ from pallas_kernels.select import INSTEAD, Choice, UnsupportedKernel, choose
 from pallas_kernels.verify_attention import kernel_mosaic, reference
 from pallas_kernels.verify_attention.kernel import Plan, Tiles, attend_kernel, powers_of_two
 from pallas_kernels.verify_attention.kernel_mosaic import MosaicTiles
+from pallas_kernels.where import Where
 
 OP = "verify_attention"
 MOSAIC = "verify_attention_mosaic"
@@ -85,39 +86,32 @@ def verify_attention(
     (rows, count, heads, width), pages = q_BTHC.shape, (k_pages_PGZC, v_pages_PGZC)
     wide = value_width if v_pages_PGZC is None else v_pages_PGZC.shape[3]
     wide = _checked(q_BTHC, k_pages_PGZC, v_pages_PGZC, position_BT, wide, table_BJ if ring else None)
-    if path_BTJ is not None and (start_B is None or path_BTJ.shape[:2] not in ((rows, count), (1, count))):
-        raise UnsupportedKernel(f"trees {path_BTJ.shape} need start_B, and as rows and queries 1 or {rows} and {count}")
+    where = Where(start_B, path_BTJ, table_BJ, row_B, base, base_pages)
+    where.check(rows, count)
     if not isinstance(implementation, Choice):
         blocked = obstacles(k_pages_PGZC, value_width=wide, block=block, wanted=implementation)
         more = mosaic_obstacles(heads, pages, value_width=wide, dtype=dtype, prompt=prompt)
         name = case_name(heads, k_pages_PGZC, wide)
         implementation = choose(OP, name, implementation, "", blocked, mosaic=blocked + more)
-    page = k_pages_PGZC.shape[2]
     plan = Plan(
-        rows, count, heads, k_pages_PGZC.shape[1], width, wide, scale, dtype,
-        page if table_BJ is None else page * table_BJ.shape[1], page, span, ring,
-        0 if path_BTJ is None else path_BTJ.shape[2], tiles_for(heads, k_pages_PGZC, wide, block),
+        rows, count, heads, k_pages_PGZC.shape[1], width, wide, scale, dtype, where.room(k_pages_PGZC),
+        k_pages_PGZC.shape[2], span, ring, where.paths, tiles_for(heads, k_pages_PGZC, wide, block),
         implementation.implementation, base_pages,
     )  # fmt: skip
     if implementation.implementation not in ("xla", *INSTEAD):
-        given = {"k": k_pages_PGZC, "v": v_pages_PGZC, "table": table_BJ, "sinks": sinks_H}
-        given["row"] = row_B if table_BJ is None else None
-        given["base"] = None if base is None else jnp.reshape(base, (1,))
-        if path_BTJ is not None:
-            given |= {"start": start_B, "path": jnp.broadcast_to(path_BTJ, (rows, count, plan.paths)).reshape(-1)}
+        given = {"k": k_pages_PGZC, "v": v_pages_PGZC, "sinks": sinks_H} | where.operands(rows, count)
         operands = {name: x for name, x in given.items() if x is not None}
-        return _in_parts(plan, q_BTHC, position_BT, partial(_run, operands))
-    page_BJ = _pages_of_rows(rows, table_BJ, row_B, base, base_pages)
+        return in_parts(plan, (q_BTHC, position_BT), partial(_run, operands), in_one=plan.whole_reach or plan.paths > 0)
     if sinks_H is not None and sinks_H.ndim == 2:
         sinks_H = lax.dynamic_index_in_dim(sinks_H, jnp.int32(0) if base is None else base, keepdims=False)
     if implementation.implementation in INSTEAD:
         plan = kernel_mosaic.cut(plan, mosaic_tiles_for(heads, pages, wide, prompt=prompt))
         tree = None if path_BTJ is None or start_B is None else (start_B, path_BTJ)
-        run = partial(kernel_mosaic.verify_attention, pages, page_BJ, sinks_H, tree)
-        return _in_parts(plan, q_BTHC, position_BT, run)
+        run = partial(kernel_mosaic.verify_attention, pages, where.pages(rows), sinks_H, tree)
+        return in_parts(plan, (q_BTHC, position_BT), run, in_one=plan.whole_reach or plan.paths > 0)
     return reference.verify_attention(
         q_BTHC, k_pages_PGZC, v_pages_PGZC, position_BT, scale=scale, dtype=dtype, value_width=wide,
-        sinks_H=sinks_H, span=span, ring=ring, start_B=start_B, path_BTJ=path_BTJ, page_BJ=page_BJ,
+        sinks_H=sinks_H, span=span, ring=ring, where=where,
     )  # fmt: skip
 
 
@@ -133,18 +127,22 @@ def obstacles(
       wanted: implementation; ``triton`` has limits that ``interpret`` has not.
       selected: whether queries attend to chosen positions, as an indexer chooses them.
     """
-    (_, _, page, key_width), cached = k_pages_PGZC.shape, jnp.dtype(k_pages_PGZC.dtype).name
-    reasons, size = [], _power_in(block)
+    page, size, reasons = k_pages_PGZC.shape[2], _power_in(block), []
     if selected:
         reasons.append("an indexer chooses what is attended to, and the kernel reads whole blocks only")
-    if cached not in CACHED:
-        reasons.append(f"a cache of {cached} is not read, only {', '.join(CACHED)}")
     if page % size:
         reasons.append(f"pages of {page} positions are not whole blocks of {size}")
+    if wanted != "interpret" and size < NARROWEST:
+        reasons.append(f"blocks of {block} positions hold a power of two of {size} only, under {NARROWEST}")
+    return reasons + entry_obstacles(k_pages_PGZC, value_width=value_width, wanted=wanted)
+
+
+def entry_obstacles(k_pages_PGZC: jax.Array, *, value_width: int, wanted: str) -> list[str]:
+    """Returns why the kernel cannot read entries, whatever their places; see ``obstacles``."""
+    key_width, cached = k_pages_PGZC.shape[3], jnp.dtype(k_pages_PGZC.dtype).name
+    reasons = [] if cached in CACHED else [f"a cache of {cached} is not read, only {', '.join(CACHED)}"]
     if wanted == "interpret":
         return reasons
-    if size < NARROWEST:
-        reasons.append(f"blocks of {block} positions hold a power of two of {size} only, under {NARROWEST}")
     narrow = min(w for _, w in (*powers_of_two(0, value_width), *powers_of_two(value_width, key_width)))
     if narrow < NARROWEST:
         reasons.append(f"keys and values of {key_width} and {value_width} channels leave {narrow}, under {NARROWEST}")
@@ -238,29 +236,28 @@ def _checked(q, k_pages, v_pages, position_BT, wide: int | None, table_of_ring: 
     return wide
 
 
-def _pages_of_rows(
-    rows: int, table_BJ: jax.Array | None, row_B: jax.Array | None, base: jax.Array | None, base_pages: int
-) -> jax.Array:
-    page_BJ = table_BJ
-    if page_BJ is None:
-        page_BJ = (jnp.arange(rows, dtype=jnp.int32) if row_B is None else row_B)[:, None]
-    return page_BJ if base is None else page_BJ + base * base_pages
-
-
 def _run(operands: dict[str, jax.Array], plan: Plan, q_BTHC: jax.Array, position_BT: jax.Array) -> jax.Array:
     flat = {"q": q_BTHC.reshape(-1, plan.key_width), "position": position_BT.reshape(-1)}
     return attend_kernel(plan, flat | operands).reshape(*q_BTHC.shape[:3], -1)
 
 
-def _in_parts(plan: Plan, q_BTHC: jax.Array, position_BT: jax.Array, run: Callable[..., jax.Array]) -> jax.Array:
-    """All queries, in as many launches as their unmerged results need; a tree's in one."""
+def in_parts(plan: Plan, each: tuple[jax.Array, ...], run: Callable[..., jax.Array], *, in_one: bool) -> jax.Array:
+    """Computes all queries, in as many launches as their unmerged results need.
+
+    Args:
+      plan: of all.
+      each: arrays [B, T, ...], which are cut.
+      run: computes [B, T', H, C'] from the plan of a part and its arrays.
+      in_one: whether they are not to be cut.
+    """
     most = max(PIECES_BYTES // (4 * plan.splits * plan.rows * plan.heads * plan.value_width), 1)
-    if plan.whole_reach or plan.paths or plan.count <= most:
-        return run(plan, q_BTHC, position_BT)
+    if in_one or plan.count <= most:
+        return run(plan, *each)
     parts = -(-plan.count // most)
-    more = parts * most - plan.count
-    q_BTHC = jnp.pad(q_BTHC, ((0, 0), (0, more), (0, 0), (0, 0)))
-    position_BT = jnp.pad(position_BT, ((0, 0), (0, more)), mode="edge")
-    split = (x.reshape(plan.rows, parts, most, *x.shape[2:]).swapaxes(0, 1) for x in (q_BTHC, position_BT))
-    out = lax.map(lambda part: run(replace(plan, count=most), *part), tuple(split))
+
+    def cut(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, [(0, 0), (0, parts * most - plan.count), *[(0, 0)] * (x.ndim - 2)], mode="edge")
+        return x.reshape(plan.rows, parts, most, *x.shape[2:]).swapaxes(0, 1)
+
+    out = lax.map(lambda part: run(replace(plan, count=most), *part), tuple(cut(x) for x in each))
     return out.swapaxes(0, 1).reshape(plan.rows, -1, *out.shape[3:])[:, : plan.count]

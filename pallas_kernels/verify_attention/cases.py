@@ -1,6 +1,7 @@
 """Named cases of verify_attention: small ones of every feature, and the shapes of published models."""
 
-from dataclasses import dataclass, field, replace
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -9,32 +10,138 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.backend import Implementation
+from pallas_kernels.cache_entries import stored
 from pallas_kernels.case import Case
 from pallas_kernels.verify_attention.api import verify_attention
 from pallas_kernels.verify_attention.reference import first_seen
+from pallas_kernels.where import Where
 
 # The root, two children, and children of both: as wide as it is deep.
 TREE = (-1, 0, 0, 1, 1, 2, 3, 5)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rows(ABC):
+    """Rows whose queries read their caches, as cases of several operations have them.
+
+    Attributes:
+      rows, count: B and T; with ``parents`` the nodes of a tree.
+      capacity: entries of a row, or of its ring.
+      stride: positions per entry.
+      cached: dtype of the pages.
+      compute: dtype of the products' factors.
+      page: size of the pages of a shared pool, None where every row has one page.
+      layers: layers one after another in the pages; the last of them is read.
+      row: the one page that a prompt reads, or that of the first row of a pool, None where every row reads its own.
+      parents: parent of each node of a tree.
+      committed: length of the longest row in positions.
+    """
+
+    rows: int = 2
+    count: int = 4
+    capacity: int = 8192
+    stride: int = 1
+    cached: str = "bfloat16"
+    compute: str = "bfloat16"
+    page: int | None = None
+    layers: int = 1
+    row: int | None = None
+    parents: tuple[int, ...] | None = None
+    committed: int = 4096
+
+    @abstractmethod
+    def shapes(self) -> dict[str, Any]:
+        """Shapes and dtypes by name, None for what is not there; those of ``Where`` come last."""
+
+    @abstractmethod
+    def numbers(self) -> dict[str, Any]:
+        """Whole numbers besides those of ``Where``."""
+
+    @abstractmethod
+    def run(self, x: dict[str, Any], where: Where, implementation: Implementation) -> Any:
+        """The operation on arguments by name."""
+
+    def draw(self, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Draws the other numbers, float32."""
+        return jax.random.normal(key, shape)
+
+    @property
+    def depth_T(self) -> np.ndarray:
+        """Offset of each query from the committed length."""
+        return np.arange(self.count, dtype=np.int32) if self.parents is None else depths(self.parents)
+
+    @property
+    def start_B(self) -> np.ndarray:
+        """Committed lengths; rows have different ones."""
+        return np.maximum(self.committed - np.arange(self.rows) * (self.committed // (self.rows + 1)), 0)
+
+    @property
+    def position_BT(self) -> np.ndarray:
+        """Positions of the queries."""
+        return self.start_B[:, None] + self.depth_T
+
+    @property
+    def seen_BT(self) -> np.ndarray:
+        """Entries up to each query."""
+        return (self.position_BT + 1) // self.stride
+
+    @property
+    def per_row(self) -> int:
+        """Pages of a row."""
+        return 1 if self.page is None else -(-self.capacity // self.page)
+
+    def pages(self, heads: int, width: int) -> jax.ShapeDtypeStruct:
+        """Returns the shape of the pages of all layers."""
+        own = self.rows if self.row is None else self.row + 1
+        shape = self.layers * own * self.per_row, heads, self.page or self.capacity, width
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(self.cached))
+
+    def where_shapes(self) -> dict[str, Any]:
+        """Shapes and dtypes of what says where entries lie, but for a tree's paths."""
+        whole = partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(jnp.int32))
+        return {
+            "start": whole((self.rows,)) if self.parents else None,
+            "table": whole((self.rows, self.per_row)) if self.page else None,
+            "row": whole((self.rows,)) if self.row is not None else None,
+            "base": whole(()) if self.layers > 1 else None,
+        }
+
+    def abstract(self) -> tuple[Any, ...]:
+        """The arguments as shapes and dtypes."""
+        return tuple(self.shapes().values())
+
+    def random(self, key: jax.Array) -> tuple[Any, ...]:
+        """Arguments at random; rows of different lengths; shuffled pages."""
+        made = self.shapes()
+        per_layer = made["k"].shape[0] // self.layers
+        given = {"start": self.start_B, "row": np.full(self.rows, self.row or 0), "base": (self.layers - 1) * per_layer}
+        given |= {"table": np.random.default_rng(0).permutation(per_layer)} | self.numbers()
+        for draw, (name, like) in zip(jax.random.split(key, len(made)), made.items(), strict=True):
+            if like is not None and name in given:
+                made[name] = jnp.asarray(np.reshape(given[name], like.shape), jnp.int32)
+            elif like is not None:
+                made[name] = stored(self.draw(draw, like.shape), like.dtype)
+        return tuple(made.values())
+
+    def call(self, implementation: Implementation) -> Any:
+        """The operation on these arguments."""
+        return partial(self._call, implementation)
+
+    def _call(self, implementation: Implementation, *arguments: Any) -> Any:
+        x = dict(zip(self.shapes(), arguments, strict=True))
+        path_BTJ = None if self.parents is None else jnp.asarray(np.stack([paths(self.parents)] * self.rows))
+        return self.run(x, Where(x["start"], path_BTJ, x["table"], x["row"], x["base"]), implementation)
+
+
 @dataclass(frozen=True)
-class Sizes:
+class Sizes(Rows):
     """A shape of the operation.
 
     Attributes:
       heads, kv_heads, key_width: H, G and C.
       value_width: C' where values are the beginnings of keys, None where they have pages of their own.
-      rows, count: B and T; with ``parents`` the nodes of a tree.
-      capacity: positions of a row, or of its ring where ``span`` is given.
-      cached: dtype of the pages.
-      compute: dtype of the products' factors.
       span: most positions that a query sees, None for all; below 0 those from the last multiple of ``-span`` on.
       sinks: whether heads have sinks.
-      page: size of the pages of a shared pool, None where every row has one page.
-      layers: layers one after another in the pages; the last of them is read.
-      row: the one page that a prompt reads, or that of the first row of a pool, None where every row reads its own.
-      parents: parent of each node of a tree.
-      committed: length of the longest row.
       block: positions that may be read at a time.
     """
 
@@ -42,79 +149,31 @@ class Sizes:
     kv_heads: int
     key_width: int
     value_width: int | None = None
-    rows: int = 2
-    count: int = 4
-    capacity: int = 8192
-    cached: str = "bfloat16"
-    compute: str = "bfloat16"
     span: int | None = None
     sinks: bool = False
-    page: int | None = None
-    layers: int = 1
-    row: int | None = None
-    parents: tuple[int, ...] | None = None
-    committed: int = 4096
     block: int = 64
-    _names: tuple[str, ...] = field(default=("q", "k", "v", "position", "sinks", "start", "table", "row", "base"))
 
-    @property
-    def path_BTJ(self) -> jax.Array | None:
-        """The nodes that each node sees, by depth, and 0 after its end."""
-        return None if self.parents is None else jnp.asarray(np.stack([paths(self.parents)] * self.rows))
+    def shapes(self) -> dict[str, Any]:
+        """Queries, keys, values, positions, sinks, and where these lie."""
+        shape, float32, pages = jax.ShapeDtypeStruct, jnp.dtype(jnp.float32), self.pages(self.kv_heads, self.key_width)
+        return {
+            "q": shape((self.rows, self.count, self.heads, self.key_width), float32),
+            "k": pages,
+            "v": pages if self.value_width is None else None,
+            "position": shape((self.rows, self.count), jnp.dtype(jnp.int32)),
+            "sinks": shape((self.heads,), float32) if self.sinks else None,
+        } | self.where_shapes()
 
-    @property
-    def depth_T(self) -> np.ndarray:
-        """Offset of each query from the committed length."""
-        if self.parents is None:
-            return np.arange(self.count, dtype=np.int32)
-        return depths(self.parents)
+    def numbers(self) -> dict[str, Any]:
+        """Positions."""
+        return {"position": self.position_BT}
 
-    def abstract(self) -> tuple[Any, ...]:
-        """The arguments as shapes and dtypes, None for those that are not there."""
-        per_row = 1 if self.page is None else -(-self.capacity // self.page)
-        own = self.rows if self.row is None else self.row + 1
-        pages = (self.layers * own * per_row, self.kv_heads, self.page or self.capacity)
-        int32, shape = jnp.dtype(jnp.int32), jax.ShapeDtypeStruct
-        own_values = self.value_width is None
-        made = {
-            "q": shape((self.rows, self.count, self.heads, self.key_width), jnp.dtype(jnp.float32)),
-            "k": shape((*pages, self.key_width), jnp.dtype(self.cached)),
-            "v": shape((*pages, self.key_width), jnp.dtype(self.cached)) if own_values else None,
-            "position": shape((self.rows, self.count), int32),
-            "sinks": shape((self.heads,), jnp.dtype(jnp.float32)) if self.sinks else None,
-            "start": shape((self.rows,), int32) if self.parents else None,
-            "table": shape((self.rows, per_row), int32) if self.page else None,
-            "row": shape((self.rows,), int32) if self.row is not None else None,
-            "base": shape((), int32) if self.layers > 1 else None,
-        }
-        return tuple(made[name] for name in self._names)
-
-    def random(self, key: jax.Array) -> tuple[Any, ...]:
-        """Arguments with normal queries, keys, values and sinks; rows of different lengths; shuffled pages."""
-        made = dict(zip(self._names, self.abstract(), strict=True))
-        for name, draw in zip(("q", "k", "v", "sinks"), jax.random.split(key, 4), strict=True):
-            made[name] = None if made[name] is None else _normal(draw, made[name])
-        start_B = np.maximum(self.committed - np.arange(self.rows) * (self.committed // (self.rows + 1)), 0)
-        made["position"] = jnp.asarray(start_B[:, None] + self.depth_T, jnp.int32)
-        per_layer = made["k"].shape[0] // self.layers
-        given = {"start": start_B, "row": np.full(self.rows, self.row or 0), "base": (self.layers - 1) * per_layer}
-        given["table"] = np.random.default_rng(0).permutation(per_layer)
-        for name, value in given.items():
-            if made[name] is not None:
-                made[name] = jnp.asarray(np.reshape(value, made[name].shape), jnp.int32)
-        return tuple(made[name] for name in self._names)
-
-    def call(self, implementation: Implementation) -> Any:
-        """The operation on these arguments."""
-        return partial(self._run, implementation)
-
-    def _run(self, implementation: Implementation, *arguments: Any) -> jax.Array:
-        x = dict(zip(self._names, arguments, strict=True))
+    def run(self, x: dict[str, Any], where: Where, implementation: Implementation) -> jax.Array:
+        """Attention."""
         return verify_attention(
             x["q"], x["k"], x["v"], x["position"], scale=self.key_width**-0.5, dtype=jnp.dtype(self.compute),
             value_width=self.value_width, sinks_H=x["sinks"], span=self.span, ring=self.span is not None,
-            start_B=x["start"], path_BTJ=self.path_BTJ, table_BJ=x["table"], row_B=x["row"], base=x["base"],
-            block=self.block, prompt=self.row is not None, implementation=implementation,
+            block=self.block, prompt=self.row is not None, implementation=implementation, **vars(where),
         )  # fmt: skip
 
     def read_bytes(self, *arguments: Any) -> int:
@@ -142,12 +201,6 @@ def paths(parents: tuple[int, ...]) -> np.ndarray:
         path_TJ[node] = path_TJ[parent] if parent >= 0 else 0
         path_TJ[node, depth_T[node]] = node
     return path_TJ
-
-
-def _normal(key: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-    kept = jnp.dtype(jnp.bfloat16) if like.dtype == jnp.uint16 else like.dtype
-    x = jax.random.normal(key, like.shape, jnp.float32).astype(kept)
-    return jax.lax.bitcast_convert_type(x, jnp.uint16) if like.dtype == jnp.uint16 else x
 
 
 def _case(name: str, size: Any, sizes: Sizes) -> Case:

@@ -1,5 +1,6 @@
 """The kernels: softmax over one piece of a row's cache, and the pieces put together in their order."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from operator import add
@@ -12,10 +13,12 @@ from jax import lax
 from pallas_kernels.backend import Implementation, Launch, ds, launch, load, program_id, store, whole
 from pallas_kernels.steady import exp, total
 from pallas_kernels.verify_attention.reference import first_seen
+from pallas_kernels.where import find_page, on_path, values_of
 
 MASKED = -1e30  # finite, so that what shows a query nothing leaves its running softmax as it is
 TOGETHER = 16  # splits that are put together at a time
 FILLING = 256  # programs that keep every multiprocessor of a card busy
+Body = Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -136,33 +139,44 @@ def attend_kernel(plan: Plan, operands: dict[str, jax.Array]) -> jax.Array:
     Returns:
       float32 [B * T * H, C'].
     """
-    tiles, flat, wide = plan.tiles, plan.rows * plan.count * plan.heads, plan.value_width
+    return launch_pieces(plan, operands, "verify_attention", (_read_cache, _put_together), "position")
+
+
+def launch_pieces(
+    plan: Plan, operands: dict[str, jax.Array], name: str, bodies: tuple[Body, Body], reach: str
+) -> jax.Array:
+    """Launches a kernel that computes pieces, and the one that puts them together where there are several.
+
+    Args:
+      plan: what is static.
+      operands: of the first kernel.
+      name: of the kernels.
+      bodies: theirs; they take the plan, the operands' names, and references to operands and results.
+      reach: name of the operand that says how many pieces a query has.
+    """
+    flat, wide = plan.rows * plan.count * plan.heads, plan.value_width
     names, arrays = tuple(operands), tuple(operands.values())
-    result = jax.ShapeDtypeStruct((flat, wide), jnp.float32)
-    pieces = [
-        jax.ShapeDtypeStruct((plan.splits, flat), jnp.float32),
-        jax.ShapeDtypeStruct((plan.splits, flat), jnp.float32),
-        jax.ShapeDtypeStruct((plan.splits, flat, wide), jnp.float32),
-    ]
+    result, each = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((flat, wide), (plan.splits, flat)))
+    pieces = [each, each, jax.ShapeDtypeStruct((*each.shape, wide), jnp.float32)]
     out: Any = launch(
-        partial(_read_cache, plan, names),
+        partial(bodies[0], plan, names),
         *arrays,
-        name="verify_attention",
+        name=name,
         grid=(plan.tiles_of_queries, plan.programs),
         in_specs=[whole(x.shape) for x in arrays],
         out_specs=whole(result.shape) if plan.whole_reach else [whole(x.shape) for x in pieces],
         out_shape=result if plan.whole_reach else pieces,
-        how=tiles.launch,
+        how=plan.tiles.launch,
         implementation=plan.implementation,
     )
     if plan.whole_reach:
         return out
-    kept = {name: operands[name] for name in ("position", "sinks", "base") if name in operands}
+    kept = {name: operands[name] for name in (reach, "sinks", "base") if name in operands}
     arrays = (*kept.values(), *out)
     return launch(
-        partial(_put_together, plan, tuple(kept)),
+        partial(bodies[1], plan, tuple(kept)),
         *arrays,
-        name="verify_attention_pieces",
+        name=f"{name}_pieces",
         grid=(flat,),
         in_specs=[whole(x.shape) for x in arrays],
         out_specs=whole(result.shape),
@@ -173,7 +187,7 @@ def attend_kernel(plan: Plan, operands: dict[str, jax.Array]) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class _Tile:
+class Tile:
     """The queries of one program: batch row, kv head, and per query its row in ``q``, position and node."""
 
     b: jax.Array
@@ -185,7 +199,7 @@ class _Tile:
     position_M: jax.Array
 
 
-def _tile(plan: Plan, ref: dict[str, Any]) -> _Tile:
+def _tile(plan: Plan, ref: dict[str, Any]) -> Tile:
     size, group = plan.tiles.rows, plan.group
     per_head = -(-plan.count * group // size)
     x = program_id(0)
@@ -196,7 +210,7 @@ def _tile(plan: Plan, ref: dict[str, Any]) -> _Tile:
     head_M = g * group + place_M % group
     query_M = b * plan.count + node_M
     flat_M = jnp.where(real_M, query_M * plan.heads + head_M, plan.rows * plan.count * plan.heads)
-    return _Tile(b, g, flat_M, real_M, head_M, node_M, load(ref["position"].at[query_M]))
+    return Tile(b, g, flat_M, real_M, head_M, node_M, load(ref["position"].at[query_M]))
 
 
 def _read_cache(plan: Plan, names: tuple[str, ...], *refs: Any) -> None:
@@ -207,9 +221,9 @@ def _read_cache(plan: Plan, names: tuple[str, ...], *refs: Any) -> None:
     first = jnp.int32(0) if plan.span is None else jnp.maximum(first_seen(low, plan.span), 0)
     end = high + 1 if plan.ring else jnp.minimum(high + 1, plan.capacity)
     if plan.whole_reach:
-        _, total_M, parts = _run(plan, ref, tile, first, end, _begin(plan, tile, ref))
+        _, total_M, parts = _run(plan, ref, tile, first, end, begin_softmax(plan, tile, ref))
         inverse_M1 = (1 / jnp.maximum(total_M, 1e-30))[:, None]
-        _store(plan, tile, outs[0], tuple(part * inverse_M1 for part in parts))
+        store_parts(plan, tile, outs[0], tuple(part * inverse_M1 for part in parts))
         return
     begin = first // length + program_id(1)
 
@@ -217,18 +231,18 @@ def _read_cache(plan: Plan, names: tuple[str, ...], *refs: Any) -> None:
         split = begin + turn * plan.programs
         piece_first = jnp.maximum(split * length, first)
         piece_end = jnp.minimum((split + 1) * length, end)
-        top_M, total_M, parts = _run(plan, ref, tile, piece_first, piece_end, _begin(plan, tile, {}))
+        top_M, total_M, parts = _run(plan, ref, tile, piece_first, piece_end, begin_softmax(plan, tile, {}))
         place = split % plan.splits
         store(outs[0].at[place, tile.flat_M], top_M, mask=tile.real_M)
         store(outs[1].at[place, tile.flat_M], total_M, mask=tile.real_M)
-        _store(plan, tile, outs[2], parts, (place,))
+        store_parts(plan, tile, outs[2], parts, (place,))
         return carry
 
     turns = ((end + length - 1) // length - begin + plan.programs - 1) // plan.programs
     lax.fori_loop(0, jnp.maximum(turns, 0), attend, jnp.int32(0))
 
 
-def _begin(plan: Plan, tile: _Tile, ref: dict[str, Any]) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
+def begin_softmax(plan: Plan, tile: Tile, ref: dict[str, Any]) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
     """A running softmax that has seen nothing but a sink."""
     size = plan.tiles.rows
     outs = tuple(jnp.zeros((size, width), jnp.float32) for _, width in plan.value_parts)
@@ -242,28 +256,33 @@ def _sinks(ref: dict[str, Any], head: jax.Array) -> Any:
     return sinks.at[head] if len(sinks.shape) == 1 else sinks.at[ref["base"][0], head]
 
 
-def _store(plan: Plan, tile: _Tile, ref: Any, parts: tuple[jax.Array, ...], index: tuple[jax.Array, ...] = ()) -> None:
+def store_parts(
+    plan: Plan, tile: Tile, ref: Any, parts: tuple[jax.Array, ...], index: tuple[jax.Array, ...] = ()
+) -> None:
+    """Stores a tile's results, or those of one piece, whose number is ``index``."""
     for (first, width), part in zip(plan.value_parts, parts, strict=True):
-        store(ref.at[(*index, tile.flat_M[:, None], _channels(first, width))], part, mask=tile.real_M[:, None])
+        store(ref.at[(*index, tile.flat_M[:, None], channels(first, width))], part, mask=tile.real_M[:, None])
 
 
-def _run(plan: Plan, ref: dict[str, Any], tile: _Tile, first: jax.Array, end: jax.Array, carry: Any) -> Any:
+def load_queries(plan: Plan, ref: dict[str, Any], tile: Tile) -> list[jax.Array]:
+    """A tile's queries, scaled, by the parts of a key."""
+    mask_M1, flat_M1 = tile.real_M[:, None], tile.flat_M[:, None]
+    q_parts = [load(ref["q"].at[flat_M1, channels(c, w)], mask=mask_M1, other=0) for c, w in plan.key_parts]
+    return [(q * plan.scale).astype(plan.dtype) for q in q_parts]
+
+
+def _run(plan: Plan, ref: dict[str, Any], tile: Tile, first: jax.Array, end: jax.Array, carry: Any) -> Any:
     """Attends to positions from ``first`` to ``end``; a tree's own to each node's ancestors, at their depths."""
-    size = plan.tiles.block
-    q_parts = [
-        load(ref["q"].at[tile.flat_M[:, None], _channels(c, w)], mask=tile.real_M[:, None], other=0)
-        for c, w in plan.key_parts
-    ]
-    q_parts = [(q * plan.scale).astype(plan.dtype) for q in q_parts]
+    size, q_parts = plan.tiles.block, load_queries(plan, ref, tile)
 
     def shared(index: jax.Array, carry: Any) -> Any:
-        page, slot = _page(plan, ref, tile.b, index * size)
-        k_parts = [_values(ref["k"].at[page, tile.g, ds(slot, size), ds(c, w)]) for c, w in plan.key_parts]
+        page, slot = find_page(plan, ref, tile.b, index * size)
+        k_parts = [values_of(ref["k"].at[page, tile.g, ds(slot, size), ds(c, w)]) for c, w in plan.key_parts]
         v_parts = None
         if "v" in ref:
-            v_parts = [_values(ref["v"].at[page, tile.g, ds(slot, size), ds(c, w)]) for c, w in plan.value_parts]
+            v_parts = [values_of(ref["v"].at[page, tile.g, ds(slot, size), ds(c, w)]) for c, w in plan.value_parts]
         position_Z = index * size + jnp.arange(size, dtype=jnp.int32)
-        return _visit(plan, q_parts, k_parts, v_parts, _seen(plan, tile, position_Z), carry)
+        return visit(plan, q_parts, k_parts, v_parts, _seen(plan, tile, position_Z), carry)
 
     low_block, end_block = first // size, (end + size - 1) // size
     if not plan.paths:
@@ -278,77 +297,61 @@ def _run(plan: Plan, ref: dict[str, Any], tile: _Tile, first: jax.Array, end: ja
         node = low_node + turn % (high_node - low_node + 1)
         index = tail + turn // (high_node - low_node + 1)
         position_Z = index * size + jnp.arange(size, dtype=jnp.int32)
-        depth_Z = position_Z - start
-        on_path_Z = (depth_Z >= 0) & (depth_Z < plan.paths)
-        first_step = (tile.b * plan.count + node) * plan.paths
-        step_Z = load(ref["path"].at[first_step + jnp.clip(depth_Z, 0, plan.paths - 1)])
-        page_Z1, slot_Z1 = _page(plan, ref, tile.b, jnp.where(on_path_Z, start + step_Z, position_Z)[:, None])
-        k_parts = [_values(ref["k"].at[page_Z1, tile.g, slot_Z1, _channels(c, w)]) for c, w in plan.key_parts]
+        page_Z1, slot_Z1 = find_page(plan, ref, tile.b, on_path(plan, ref, tile.b, node, position_Z)[:, None])
+        k_parts = [values_of(ref["k"].at[page_Z1, tile.g, slot_Z1, channels(c, w)]) for c, w in plan.key_parts]
         v_parts = None
         if "v" in ref:
-            v_parts = [_values(ref["v"].at[page_Z1, tile.g, slot_Z1, _channels(c, w)]) for c, w in plan.value_parts]
+            v_parts = [values_of(ref["v"].at[page_Z1, tile.g, slot_Z1, channels(c, w)]) for c, w in plan.value_parts]
         seen_MZ = _seen(plan, tile, position_Z) & (tile.node_M == node)[:, None]
-        return _visit(plan, q_parts, k_parts, v_parts, seen_MZ, carry)
+        return visit(plan, q_parts, k_parts, v_parts, seen_MZ, carry)
 
     return lax.fori_loop(0, (end_block - tail) * (high_node - low_node + 1), own, carry)
 
 
-def _page(plan: Plan, ref: dict[str, Any], b: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Page of positions, and the place on it."""
-    position = position if plan.ring else jnp.clip(position, 0, plan.capacity - 1)
-    slot = position % plan.page
-    page = ref["row"][b] if "row" in ref else b
-    if "table" in ref:
-        page = load(ref["table"].at[b, position // plan.page])
-    if "base" in ref:
-        page = page + ref["base"][0] * plan.base_pages
-    last = ref["k"].shape[0] - 1
-    return jnp.broadcast_to(jnp.clip(page, 0, last), slot.shape), slot
-
-
-def _channels(first: int, width: int) -> jax.Array:
+def channels(first: int, width: int) -> jax.Array:
+    """Numbers of the channels of a part, as a row."""
     return first + jnp.arange(width, dtype=jnp.int32)[None]
 
 
-def _values(ref: Any) -> jax.Array:
-    """Cached entries; bfloat16 may be kept as its bits."""
-    x = load(ref)
-    return lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
-
-
-def _seen(plan: Plan, tile: _Tile, position_Z: jax.Array) -> jax.Array:
+def _seen(plan: Plan, tile: Tile, position_Z: jax.Array) -> jax.Array:
     seen_MZ = position_Z[None] <= tile.position_M[:, None]
     if plan.span is None:
         return seen_MZ
     return seen_MZ & (position_Z[None] >= first_seen(tile.position_M, plan.span)[:, None])
 
 
-def _visit(plan: Plan, q_parts: Any, k_parts: Any, v_parts: Any, seen_MZ: jax.Array, carry: Any) -> Any:
+def visit(plan: Plan, q_parts: Any, k_parts: Any, v_parts: Any, seen_MZ: jax.Array, carry: Any) -> Any:
     """One block of the running softmax (Milakov 2018)."""
     (top_M, total_M, out_parts), how = carry, plan.implementation
     k_parts = [k.astype(plan.dtype) for k in k_parts]
-    score_MZ = reduce(add, (_dot(q, k.T) for q, k in zip(q_parts, k_parts, strict=True)))
+    score_MZ = reduce(add, (dot(q, k.T) for q, k in zip(q_parts, k_parts, strict=True)))
     new_top_M = jnp.maximum(top_M, jnp.max(jnp.where(seen_MZ, score_MZ, MASKED), axis=1))
     prob_MZ = jnp.where(seen_MZ, exp(score_MZ - new_top_M[:, None], how), 0.0)
     keep_M = exp(top_M - new_top_M, how)
     weight_MZ = prob_MZ.astype(plan.dtype)
     values = k_parts[: len(out_parts)] if v_parts is None else [v.astype(plan.dtype) for v in v_parts]
-    out_parts = tuple(out * keep_M[:, None] + _dot(weight_MZ, v) for out, v in zip(out_parts, values, strict=True))
+    out_parts = tuple(out * keep_M[:, None] + dot(weight_MZ, v) for out, v in zip(out_parts, values, strict=True))
     return new_top_M, total_M * keep_M + total(prob_MZ, 1, how), out_parts
 
 
-def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+def dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Product whose sums are float32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _put_together(plan: Plan, names: tuple[str, ...], *refs: Any) -> None:
     """One program: one query's splits, so many at a time, in their order."""
-    ref, (tops, totals, parts, result) = dict(zip(names, refs, strict=False)), refs[len(names) :]
-    flat, length, how = program_id(0), plan.tiles.split, plan.implementation
+    ref, flat, length = dict(zip(names, refs, strict=False)), program_id(0), plan.tiles.split
     position = ref["position"][flat // plan.heads]
     first = jnp.int32(0) if plan.span is None else jnp.maximum(first_seen(position, plan.span), 0) // length
     end = (position if plan.ring else jnp.minimum(position, plan.capacity - 1)) // length + 1
+    merge_pieces(plan, ref, flat, (first, end), refs[len(names) :])
+
+
+def merge_pieces(plan: Plan, ref: dict[str, Any], flat: jax.Array, reach: Any, refs: tuple[Any, ...]) -> None:
+    """One query's result, of its pieces from the first of ``reach`` up to the second."""
+    (first, end), (tops, totals, parts, result), how = reach, refs, plan.implementation
     chunk_S = jnp.arange(TOGETHER, dtype=jnp.int32)
 
     def merge(chunk: jax.Array, carry: Any) -> Any:
@@ -363,7 +366,7 @@ def _put_together(plan: Plan, names: tuple[str, ...], *refs: Any) -> None:
         keep = exp(top - new_top, how)
         new_outs = []
         for (c, w), out in zip(plan.value_parts, outs, strict=True):
-            part_SC = load(parts.at[place_S[:, None], flat, _channels(c, w)], mask=is_there_S[:, None], other=0.0)
+            part_SC = load(parts.at[place_S[:, None], flat, channels(c, w)], mask=is_there_S[:, None], other=0.0)
             new_outs.append(out * keep + total(part_SC * weight_S[:, None], 0, how))
         return new_top, weight * keep + total(total_S * weight_S, 0, how), tuple(new_outs)
 

@@ -11,7 +11,8 @@ from pallas_kernels.mosaic import DEPTH, WARPGROUPS
 from pallas_kernels.select import UnsupportedKernel
 from pallas_kernels.verify_attention.kernel import Plan, Tiles
 from pallas_kernels.verify_attention.kernel_mosaic_tile import ROWS, attend, groups
-from pallas_kernels.verify_attention.reference import at_depths, first_seen
+from pallas_kernels.verify_attention.reference import first_seen
+from pallas_kernels.where import at_depths
 
 BFLOAT16, FLOAT32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
 Pages = tuple[jax.Array, jax.Array | None]

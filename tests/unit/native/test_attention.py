@@ -29,10 +29,10 @@ HEADS, GROUPS, LENGTH = 6, 2, 300
 
 def as_promised(
     q, k, v, position, *, scale, dtype, block, implementation, value_width=None, sinks_H=None, span=None, ring=False,
-    start_B=None, path_BTJ=None, table_BJ=None, row_B=None, base=None, prompt=False,
+    start_B=None, path_BTJ=None, table_BJ=None, row_B=None, base=None, base_pages=1, prompt=False,
 ):  # fmt: skip
     """The native kernel, prompts' and steps' alike, with the signature of ``pallas_kernels.verify_attention``."""
-    assert implementation == "native"
+    assert (implementation, base_pages) == ("native", 1)
     assert native.obstacles(k, dtype=dtype, block=block) == []
     page_BJ = table_BJ
     if page_BJ is None:
