@@ -16,7 +16,8 @@ CONTROL = frozenset({
     "kWaitForStreams",
 })  # fmt: skip
 
-CACHE, EXPERTS = ("verify_attention", "heads_to_cache", "latents_to_cache"), ("experts_", "sort_rows")
+CACHE = ("verify_attention", "heads_to_cache", "latents_to_cache", "chosen_attention", "choose_places", "index_scores")
+EXPERTS = ("experts_", "sort_rows")
 ROUTING, HEAD, LAYERS = "route/", "Transformer.logits", "/Transformer"
 
 

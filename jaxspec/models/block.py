@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxspec.cache.window import Window, take_outputs
 from jaxspec.models.arch import SECOND, SUM, ArchSpec, LayerSpec, NoMixer
 from jaxspec.nn.attention import Attention, AttentionSpec
+from jaxspec.nn.chosen import Selection
 from jaxspec.nn.compressed_attention import CompressedAttention, CompressedSpec
 from jaxspec.nn.delta_net import DeltaNet, DeltaNetSpec
 from jaxspec.nn.ffn import DenseFfn
@@ -63,7 +64,7 @@ class LayerOutput(NamedTuple):
 
     x: Array
     memory: Any
-    selection: Array | None
+    selection: Selection | None
     routing: Routing | None
 
 

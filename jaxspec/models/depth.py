@@ -13,6 +13,7 @@ from jaxspec.cache.window import Window
 from jaxspec.models.arch import ArchSpec, Segment
 from jaxspec.models.block import Block, LayerOutput, init_block
 from jaxspec.native.packing import Packed
+from jaxspec.nn.chosen import Selection
 from jaxspec.nn.expert_shards import ROUTED
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.param import LAYERS, as_matrix, declared
@@ -38,7 +39,7 @@ class ForwardState:
 
     x: Array
     caches: tuple[Any, ...] = ()
-    selection: Array | None = None
+    selection: Selection | None = None
     taps: dict[int, Array] = field(default_factory=dict)
     shared_MD: dict[int, Array] = field(default_factory=dict)
     routing: tuple[Routing, ...] = ()

@@ -11,6 +11,8 @@ from jaxspec.cache.addressing import StreamSpec, entry_block, write
 from jaxspec.cache.tree_reads import read_block
 from jaxspec.cache.window import pack, take_outputs, unpack
 from jaxspec.nn.attend import Source, attend, attend_self, blocks_in_reach, positions_seen
+from jaxspec.nn.cached_attention import attend_cached, attend_chosen
+from jaxspec.nn.chosen import Chosen, mask_of
 from jaxspec.nn.compressor import Compressor, CompressorSpec, blocks_of_entries, entries_seen
 from jaxspec.nn.dense import dense, per_head_dense
 from jaxspec.nn.entry_index import EntryIndexer, EntryIndexSpec
@@ -21,6 +23,7 @@ from jaxspec.nn.policy import Policy
 from jaxspec.nn.rope import RopeSpec, rotate
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array
+from pallas_kernels.chosen_attention.api import Recent
 from pallas_kernels.quantized import widen
 
 Q_A = Param("q_a_DR", ("embed", "rank"))
@@ -104,10 +107,11 @@ class CompressedAttention(nn.Module):
             kept_BTN, memory = indexer(x_BTD, low_BTR, inputs)
             inputs = replace(inputs, memory=memory)
         if cache is None:
+            assert not isinstance(kept_BTN, Chosen), "kernels choose of a cache"
             out = _among_themselves(q_BTHC, kv_BT1C, entry_BNC, kept_BTN, sinks_H, s)
         else:
             inputs = replace(inputs, selection=kept_BTN).of_outputs()
-            out = _over_cache(take_outputs(q_BTHC, window), inputs, sinks_H, s, p.compute.dtype)
+            out = _over_cache(take_outputs(q_BTHC, window), inputs, sinks_H, s, p)
         out, position_BT = pack(out, window), pack(inputs.position_BT, window)
         weights = declare_outputs(self, s, self.model_dim, p)
         return Mixed(project_groups(rotate(out, position_BT, s.rope, back=True), weights, s, p), inputs.memory)
@@ -187,30 +191,44 @@ def _among_themselves(
     return attend_self(q_BTHC, both, both, scale=scale, seen_BTS=seen, sinks_H=sinks_H)
 
 
-def _over_cache(q_BTHC: Array, inputs: Inputs, sinks_H: Array, spec: CompressedSpec, dtype: jnp.dtype) -> Array:
+def _over_cache(q_BTHC: Array, inputs: Inputs, sinks_H: Array, spec: CompressedSpec, policy: Policy) -> Array:
     """Computes attention over the cached window and the cached entries, those of this forward written."""
-    window, cache, kept_BTN, position_BT = inputs.cache_window, inputs.memory, inputs.selection, inputs.position_BT
+    window, cache, position_BT, scale = inputs.cache_window, inputs.memory, inputs.position_BT, spec.head_dim**-0.5
     assert window is not None, "asked of layers with a cache"
     (rows, count), streams = position_BT.shape, spec.streams
+    if spec.compressor is None:
+        return attend_cached(
+            q_BTHC, (cache["kv"], None), inputs, streams["kv"], policy, scale=scale, span=spec.window, sinks=sinks_H
+        )
+    stream, ratio = streams["entry"], spec.compressor.ratio
+    chosen = Chosen(None, (position_BT + 1) // ratio) if inputs.selection is None else inputs.selection
+    if isinstance(chosen, Chosen):
+        recent = Recent(cache["kv"], position_BT, spec.window)
+        out = attend_chosen(
+            q_BTHC, cache["entry"], chosen, stream, window, policy, scale=scale, value_width=spec.head_dim,
+            recent=recent, sinks_H=sinks_H,
+        )  # fmt: skip
+        if out is not None:
+            return out
+    kept_BTN = mask_of(inputs.selection, cache["entry"], stream, window)
 
     def near(index: Array) -> tuple[Array, Array, Array]:
         kv = read_block(cache["kv"], streams["kv"], window, index, rows)
         return kv, kv, positions_seen(position_BT, index, window.block, spec.window)
 
-    sources = [Source(*blocks_in_reach(window, count, spec.window), near)]
-    if spec.compressor is not None:
-        stream, ratio = streams["entry"], spec.compressor.ratio
-        size = entry_block(stream, window.block)
+    size = entry_block(stream, window.block)
 
-        def far(index: Array) -> tuple[Array, Array, Array]:
-            kv = read_block(cache["entry"], stream, window, index, rows)
-            seen_BTZ = entries_seen(position_BT, index * size, size, ratio)
-            if kept_BTN is not None:
-                seen_BTZ &= lax.dynamic_slice_in_dim(kept_BTN, index * size, size, axis=2)
-            return kv, kv, seen_BTZ
+    def far(index: Array) -> tuple[Array, Array, Array]:
+        kv = read_block(cache["entry"], stream, window, index, rows)
+        seen_BTZ = entries_seen(position_BT, index * size, size, ratio)
+        if kept_BTN is not None:
+            seen_BTZ &= lax.dynamic_slice_in_dim(kept_BTN, index * size, size, axis=2)
+        return kv, kv, seen_BTZ
 
-        sources.append(Source(0, blocks_of_entries(window, count, stream), far))
+    sources = [
+        Source(*blocks_in_reach(window, count, spec.window), near),
+        Source(0, blocks_of_entries(window, count, stream), far),
+    ]
     return attend(
-        q_BTHC, sources, kv_heads=1, value_width=spec.head_dim, scale=spec.head_dim**-0.5, dtype=dtype,
-        sinks_H=sinks_H,
-    )  # fmt: skip
+        q_BTHC, sources, kv_heads=1, value_width=spec.head_dim, scale=scale, dtype=policy.compute.dtype, sinks_H=sinks_H
+    )

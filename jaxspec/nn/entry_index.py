@@ -9,6 +9,7 @@ from jax import lax
 from jaxspec.cache.addressing import LayerCache, StreamSpec, entry_block
 from jaxspec.cache.tree_reads import read_block
 from jaxspec.cache.window import Window
+from jaxspec.nn.chosen import Selection, choose_by_kernel
 from jaxspec.nn.compressor import Compressor, CompressorSpec, blocks_of_entries, entries_seen
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.policy import Policy
@@ -47,7 +48,7 @@ class EntryIndexer(nn.Module):
     policy: Policy
 
     @nn.compact
-    def __call__(self, x_BTD: Array, low_BTR: Array, inputs: Inputs) -> tuple[Array | None, LayerCache | None]:
+    def __call__(self, x_BTD: Array, low_BTR: Array, inputs: Inputs) -> tuple[Selection | None, LayerCache | None]:
         """Selects entries, which may include some that the query does not see.
 
         Args:
@@ -56,8 +57,8 @@ class EntryIndexer(nn.Module):
           inputs: of the layer, in rows; without a cache, positions are 0 onwards and it selects among their entries.
 
         Returns:
-          Whether a query keeps an entry, [B, T, N]; None where there are never more than it keeps, so that scores are
-          not needed. And the cache with the new keys.
+          Whether a query keeps an entry, [B, T, N], or what kernels chose of a cache; None where there are never more
+          than it keeps, so that scores are not needed. And the cache with the new keys.
         """
         s, p, keys, position_BT = self.spec, self.policy, self.spec.compressor, inputs.position_BT
         queries = index_queries(self, p, x_BTD, low_BTR, position_BT, s.heads, keys.rope, keys.head_dim)
@@ -77,10 +78,15 @@ def select_entries_self(queries: Queries, k_BNC: Array, spec: EntryIndexSpec, dt
 
 def select_entries(
     queries: Queries, position_BT: Array, pages_PGZC: Array, spec: EntryIndexSpec, window: Window, policy: Policy
-) -> Array | None:
-    """Selects the cached entries that each query keeps, [B, T, N]; None where the cache cannot hold more than that."""
+) -> Selection | None:
+    """Selects the cached entries that each query keeps; None where the cache cannot hold more than that."""
     rows, count = position_BT.shape
     stream, ratio = spec.compressor.entries, spec.compressor.ratio
+    if pages_PGZC.shape[2] > spec.top_k:
+        seen_BT = (position_BT + 1) // ratio
+        chosen = choose_by_kernel(queries, pages_PGZC, seen_BT, stream, window, spec.top_k, policy)
+        if chosen is not None:
+            return chosen
     size = entry_block(stream, window.block)
 
     def load(index: Array) -> tuple[Array, Array]:

@@ -2,9 +2,11 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from jaxspec.cache.window import AnyWindow, Window, take_outputs, unpack
+from jaxspec.nn.chosen import Selection
 from jaxspec.nn.rope import RopeSpec, angles
 from jaxspec.protocol import NO_CAPTURE, CaptureSpec
 from jaxspec.pytree import pytree, replace, static
@@ -32,7 +34,7 @@ class Inputs:
     position_BT: Array
     window: AnyWindow = None
     memory: Any = None
-    selection: Array | None = None
+    selection: Selection | None = None
     number: Any = None
     reads: CaptureSpec = static(default=NO_CAPTURE)
     routes: bool = static(default=False)
@@ -77,7 +79,7 @@ class Inputs:
         if not isinstance(self.window, Window) or self.window.output_index_B is None:
             return self
         token_BT, position_BT = take_outputs(self.token_BT, self.window), take_outputs(self.position_BT, self.window)
-        selection = None if self.selection is None else take_outputs(self.selection, self.window)
+        selection = jax.tree.map(lambda x: take_outputs(x, self.window), self.selection)
         window = self.window.after_write
         own = replace(self, rotations=(), angles=(), live_M=None)
         return replace(own, token_BT=token_BT, position_BT=position_BT, selection=selection, window=window)
@@ -94,4 +96,4 @@ class Mixed(NamedTuple):
 
     out_BTD: Any
     memory: Any
-    selection: Array | None = None
+    selection: Selection | None = None

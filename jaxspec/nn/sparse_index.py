@@ -10,6 +10,7 @@ from jaxspec.cache.addressing import LayerCache, StreamSpec, write
 from jaxspec.cache.tree_reads import read_block
 from jaxspec.cache.window import Window
 from jaxspec.nn.attend import blocks_in_reach, positions_seen, readers
+from jaxspec.nn.chosen import Selection, choose_by_kernel
 from jaxspec.nn.dense import dense
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.norm import layer_norm
@@ -58,7 +59,7 @@ class Indexer(nn.Module):
     policy: Policy
 
     @nn.compact
-    def __call__(self, x_BTD: Array, low_BTR: Array, inputs: Inputs) -> tuple[Array | None, LayerCache | None]:
+    def __call__(self, x_BTD: Array, low_BTR: Array, inputs: Inputs) -> tuple[Selection | None, LayerCache | None]:
         """Selects positions, which may include some that the query does not see.
 
         Args:
@@ -67,9 +68,9 @@ class Indexer(nn.Module):
           inputs: of the layer, in rows; without a cache it selects among the T tokens.
 
         Returns:
-          Whether a query keeps a position: [X, T', S] by reader over a cache of S positions, [B, T, T] without one,
-          None where no query can see more than it keeps, so that scores are not needed. And the cache with the new
-          keys.
+          Whether a query keeps a position: [X, T', S] by reader over a cache of S positions, or what kernels chose of
+          it; [B, T, T] without one; None where no query can see more than it keeps, so that scores are not needed. And
+          the cache with the new keys.
         """
         s, p, position_BT = self.spec, self.policy, inputs.position_BT
         queries = index_queries(self, p, x_BTD, low_BTR, position_BT, s.heads, s.rope, s.head_dim)
@@ -92,10 +93,14 @@ def select_among_themselves(queries: Queries, k_BTC: Array, top_k: int, dtype: j
 
 def select_positions(
     queries: Queries, position_BT: Array, pages_PGZC: Array, spec: IndexSpec, window: Window, policy: Policy
-) -> Array | None:
-    """Selects what each reader keeps of the cached positions, [X, T', S]; None where the cache holds no more."""
+) -> Selection | None:
+    """Selects what each reader keeps of the cached positions; None where the cache holds no more."""
     rows, count = position_BT.shape
     room = pages_PGZC.shape[2] * (1 if window.table_BJ is None else window.table_BJ.shape[1])
+    if room > spec.top_k:
+        chosen = choose_by_kernel(queries, pages_PGZC, position_BT + 1, spec.stream, window, spec.top_k, policy)
+        if chosen is not None:
+            return chosen
     position_XT = readers(window, position_BT)
     by_reader = (
         queries[0].reshape(*position_XT.shape, *queries[0].shape[2:]),

@@ -23,6 +23,13 @@ from pallas_kernels.select import SlowKernelWarning
 
 CASES = {  # of each operation, of the sizes and forms that decide
     "add_norm": ("qwen3_30b_a3b_1", "gpt_oss_120b_4", "deepseek_v3_16"),
+    "choose_places": (
+        "deepseek-v3.2-chain", "deepseek-v3.2-tree", "deepseek-v3.2-pool", "glm-5-chain", "deepseek-v4-flash-plain",
+    ),
+    "chosen_attention": (
+        "deepseek-v3.2-chain", "deepseek-v3.2-tree", "deepseek-v3.2-pool", "deepseek-v3.2-prefill", "glm-5-plain",
+        "deepseek-v4-flash-chain", "deepseek-v4-flash-all", "deepseek-v4-flash-prefill", "deepseek-v4-pro-plain",
+    ),
     "few_rows_dense": ("qwen3_30b_qkv_1", "qwen3_30b_qkv_256", "qwen3_30b_qkv_int8_4", "deepseek_v3_latents_4"),
     "grouped_matmul": ("qwen3_30b_a3b_up", "qwen3_30b_a3b_gradients", "gpt_oss_20b_down"),
     "heads_dense": (

@@ -118,6 +118,24 @@ def test_recurrent_layers_run_in_one_kernel_each_and_wait_for_nobody():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "layers", "indexed", "gathered"), [("deepseek-v3.2", 3, 3, 3), ("deepseek-v4-flash", 6, 2, 4)]
+)
+def test_nobody_waits_for_an_indexer(name: str, layers: int, indexed: int, gathered: int):
+    """Of DeepSeek-V4-Flash two layers have an indexer, two see all entries, and two a window alone."""
+    found = compiled(name, "plain", gpu="h200", layers=layers, capacity=8192)
+    for kernel in ("index_scores", "choose_places"):
+        assert found["kernels"][kernel] == indexed
+    for kernel in ("chosen_attention", "chosen_attention_pieces"):
+        assert found["kernels"][kernel] == gathered
+    assert found["launches"]["per_turn"] == 0, "no loop over the cache outside of kernels"
+    assert found["graphs"]["host_waits"] == 1, "for the loop over steps"
+    ours = ("index_scores", "choose_places", "chosen_attention")
+    assert {kernel: size for kernel, size in found["spills"].items() if kernel.startswith(ours)} == {}
+    assert max(found["shared_bytes"].values()) <= MOST_SHARED_BYTES
+
+
+@pytest.mark.slow
 def test_a_prefill_writes_its_cache_in_place():
     found = compiled("qwen3-30b-a3b", "prefill", bucket=256)
     assert found["bytes"]["aliased"] >= found["bytes"]["caches"]

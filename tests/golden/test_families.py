@@ -56,7 +56,7 @@ INTERPRETED = ("stacked", "interpret")
 # Together every mechanism that kernels compute; one that fell back would warn, and warnings are errors.
 WITH_KERNELS = (
     "qwen3_moe", "qwen2_moe", "gpt_oss_mxfp4", "deepseek_v3", "mixtral_window", "glm4_moe", "mimo_v2_flash",
-    "qwen3_next", "kimi_linear", "granitemoehybrid", "minimax",
+    "qwen3_next", "kimi_linear", "granitemoehybrid", "minimax", "deepseek_v32", "glm_moe_dsa_shared", "deepseek_v4",
 )  # fmt: skip
 
 

@@ -217,6 +217,12 @@ def test_layers_without_kernels(family: Family, layout: str):
     assert family.speculate("mixed", CHAIN, layout=layout) == family.plainly(layout=layout)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["glm_moe_dsa_shared", "deepseek_v4"])
+def test_kernels_that_gather_what_an_indexer_chose(family: Family):
+    assert family.speculate("mixed", CHAIN, layout="interpret") == family.plainly(layout="interpret")
+
+
 @pytest.mark.served
 @pytest.mark.slow
 @each_model(["deepseek_v3"])

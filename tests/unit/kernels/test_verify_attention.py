@@ -18,6 +18,7 @@ from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.latent_attention import LatentAttention, LatentSpec
 from jaxspec.nn.policy import Policy, make_policy
 from jaxspec.nn.rope import RopeSpec
+from jaxspec.nn.sparse_index import IndexSpec
 from pallas_kernels.blocks import trying
 from pallas_kernels.select import UnsupportedKernel
 from pallas_kernels.verify_attention.api import OP, obstacles, verify_attention
@@ -164,9 +165,13 @@ LAYERS = {
     "ring-sinks": replace(PLAIN, window=11, sinks=True),
     "latent": LatentSpec(heads=4, plain_dim=16, value_dim=12, rank=24, rope=ROPE, scale=0.2, query_rank=32),
 }
+LAYERS["indexed"] = replace(LAYERS["latent"], index=IndexSpec(3, 12, 7, ROPE))
 
 
-@pytest.mark.parametrize(("name", "shape"), [("plain", "chain"), ("ring-sinks", "tree"), ("latent", "tree")])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("plain", "chain"), ("ring-sinks", "tree"), ("latent", "tree"), ("indexed", "chain"), ("indexed", "tree")],
+)
 def test_a_layer_computes_with_the_kernel_what_it_computes_with_xla(name: str, shape: str):
     spec, pool = LAYERS[name], (2 * 3, 16) if shape == "tree" else None
     trees = TREES[:2] if shape == "tree" else None

@@ -85,9 +85,10 @@ class Layer:
 
     spec: CompressedSpec
     dtype: Any
+    kernels: str = "xla"
 
     def __post_init__(self) -> None:
-        self.module = CompressedAttention(self.spec, DIM, EPS, make_policy(self.dtype))
+        self.module = CompressedAttention(self.spec, DIM, EPS, make_policy(self.dtype, kernels=self.kernels))
         x, position = jnp.zeros((1, 1, DIM)), jnp.zeros((1, 1), jnp.int32)
         shapes = jax.eval_shape(lambda: self.module.init(jax.random.key(0), x, Inputs(position, position)))
         self.params = filled(shapes)
@@ -139,9 +140,13 @@ def test_rejected_drafts_leave_no_trace(ratio: int, length: int):
     np.testing.assert_array_equal(found.view(np.uint32), np.concatenate(plain, axis=1).view(np.uint32))
 
 
-@pytest.mark.parametrize(("ratio", "top_k"), [(0, 3), (4, 3), (4, 500), (8, 3)])
-def test_prompts_in_padded_chunks_and_then_drafts_give_what_the_whole_gives(ratio: int, top_k: int):
-    layer, length, chunk, prompts = Layer(spec_of(ratio, index_topk=top_k), FLOAT), 60, 16, (21, 36)
+@pytest.mark.parametrize(
+    ("ratio", "top_k", "kernels"),
+    [(0, 3, "xla"), (4, 3, "xla"), (4, 500, "xla"), (8, 3, "xla"), (0, 3, "interpret"), (4, 3, "interpret"),
+     (8, 3, "interpret")],
+)  # fmt: skip
+def test_prompts_in_padded_chunks_and_then_drafts_give_what_the_whole_gives(ratio: int, top_k: int, kernels: str):
+    layer, length, chunk, prompts = Layer(spec_of(ratio, index_topk=top_k), FLOAT, kernels), 60, 16, (21, 36)
     x_BSD = np.random.default_rng(2).standard_normal((2, length, DIM)).astype(np.float32)
     cache = layer.caches(2, 80, chunk)
     for row, prompt in reversed(list(enumerate(prompts))):
@@ -186,9 +191,10 @@ def test_entries_are_the_published_ones(ratio: int):
 
 
 @pytest.mark.served
-def test_bits_of_a_whole_model_do_not_depend_on_rows_and_positions():
+@pytest.mark.parametrize("kernels", ["xla", "interpret"])
+def test_bits_of_a_whole_model_do_not_depend_on_rows_and_positions(kernels: str):
     arch, length, room = arch_of(CONFIG | {"num_hidden_layers": 2, "compress_ratios": [4, 8]}), 45, 64
-    net: Any = Transformer(arch, make_policy(HALF))
+    net: Any = Transformer(arch, make_policy(HALF, kernels=kernels))
     params = {"params": filled(abstract_params(net), experts=4)}
     token_BS = np.random.default_rng(4).integers(0, 96, (3, length)).astype(np.int32)
 
