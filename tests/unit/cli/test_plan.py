@@ -72,8 +72,8 @@ def test_by_hand(capsys: pytest.CaptureFixture):
     found = plan(capsys, *flags, *asked)
     (p,) = found["batches"]
     assert found["weights_per_token_gb"] == pytest.approx(6.08, abs=0.01)
-    dense, experts, logits = 2.46e9 / 0.7, 3.624e9 / 0.75, 8 * 4 * 151936 / 0.7
-    by_hand = (dense + experts + logits) / 4.8e12 + 48 * 28 * 1.4e-6 + 60e-6
+    dense, experts, logits = 2.46e9 / 0.6, 3.624e9 / 0.75, 8 * 4 * 151936 / 0.6
+    by_hand = (dense + experts + logits) / 4.8e12 + 48 * 13 * 2.4e-6 + 60e-6
     assert p["plain_s"] == pytest.approx(by_hand, rel=0.01)
     assert p["best"]["acceptance_length"] == pytest.approx(2.533)
     assert p["best"]["low"] < p["best"]["speedup"] < p["best"]["high"]
