@@ -54,7 +54,8 @@ def choose(
     Args:
       op: name of its folder.
       case: the shape, in words.
-      wanted: ``auto`` takes the kernel on a GPU where nothing stands in the way, and the reference elsewhere;
+      wanted: ``auto`` takes the kernel on a GPU where nothing stands in the way, the faster one of two that are
+        measured, and the reference elsewhere;
         ``triton``, ``interpret`` and, on a CPU, ``native`` take the kernel or warn once and take the reference; ``xla``
         takes the reference. ``mosaic`` and ``mosaic_interpret`` take that kernel where nothing stands in its way, and
         are ``triton`` and ``interpret`` elsewhere.
@@ -71,7 +72,7 @@ def choose(
         choice = Choice(op, case, cast(Implementation, wanted), "asked for")
     elif wanted in INSTEAD and choice.implementation != "xla":
         choice = replace(choice, reason=f"no Mosaic kernel: {'; '.join(mosaic)}")
-    elif choice.implementation == "triton" and faster and not mosaic:
+    elif wanted == "auto" and choice.implementation == "triton" and faster and not mosaic:
         choice = replace(choice, implementation="mosaic", reason=faster)
     record = _record.get()
     if record is not None:

@@ -75,8 +75,8 @@ class Compute:
       kernels: what computes the operations that have kernels: ``triton`` on a GPU, ``native`` kernels in C on one CPU,
         ``interpret`` those of the GPU as plain JAX anywhere, ``xla`` none; a case that a kernel does not cover falls
         back with a warning.
-      mosaic: whether Mosaic GPU's kernels take the place of Triton's where there are some; otherwise they do where a
-        measurement of the card says that they are faster.
+      mosaic: whether Mosaic GPU's kernels take the place of Triton's where there are some; None for where a measurement
+        of the card says that they are faster.
       grouped: what computes routed experts where gradients are taken through them: ``triton`` or ``interpret`` in
         groups of rows with one expert, whatever ``kernels`` says; ``xla`` as ``kernels`` says.
       mesh: devices that parameters are split over, None for one device. Kernels compute each device's part, see
@@ -90,7 +90,7 @@ class Compute:
 
     dtype: jnp.dtype = BFLOAT16
     kernels: Kernels = "xla"
-    mosaic: bool = False
+    mosaic: bool | None = None
     grouped: Literal["triton", "interpret", "xla"] = "xla"
     mesh: AbstractMesh | None = None
     transport: Literal["sum", "padded", "ragged"] = "sum"
@@ -99,11 +99,9 @@ class Compute:
     @property
     def wanted_kernels(self) -> str:
         """Returns what operations ask for that Mosaic GPU computes, too."""
-        return (
-            {"triton": "mosaic", "interpret": "mosaic_interpret"}.get(self.kernels, self.kernels)
-            if self.mosaic
-            else self.kernels
-        )
+        if self.mosaic:
+            return {"triton": "mosaic", "interpret": "mosaic_interpret"}.get(self.kernels, self.kernels)
+        return "auto" if self.kernels == "triton" and self.mosaic is None else self.kernels
 
     @property
     def row_axes(self) -> tuple[str, ...]:
@@ -156,7 +154,7 @@ def policy_for(dtype: str, platform: str, kernels: str = "auto") -> Policy:
       dtype: of plain weights and of products.
       platform: ``cpu``, or ``gpu`` or ``cuda``.
       kernels: ``auto`` takes ``triton`` on a GPU, ``native`` on a CPU for which they could be compiled, and ``xla``
-        elsewhere; ``mosaic`` is ``triton`` with ``Compute.mosaic``; see ``Compute.kernels`` for the others.
+        elsewhere; ``mosaic`` and ``triton`` say whether ``Compute.mosaic``; see ``Compute.kernels`` for the others.
 
     Raises:
       ConfigError: kernels is none of these, ``native`` and not to be had, or ``mosaic`` and not for a GPU.
@@ -165,7 +163,8 @@ def policy_for(dtype: str, platform: str, kernels: str = "auto") -> Policy:
     kind = jnp.dtype(dtype)
     # A tied head by itself is 4 times faster on CPU, and on a GPU its products have a kernel.
     own_head = platform == "cpu" or chosen != "xla"
-    return make_policy(kind, depth="stacked", kernels=chosen, mosaic=kernels == "mosaic", own_head=own_head)
+    mosaic = {"mosaic": True, "triton": False}.get(kernels)
+    return make_policy(kind, depth="stacked", kernels=chosen, mosaic=mosaic, own_head=own_head)
 
 
 def kernels_for(platform: str, wanted: str = "auto") -> tuple[Kernels, str]:

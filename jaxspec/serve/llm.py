@@ -80,8 +80,8 @@ class LLM(RunningEngine):
         checkpoint. None is ``auto``.
       kernels: ``auto`` computes experts, attention and small products with Pallas kernels on a GPU, and all
         three with kernels in C on a CPU, where a C compiler can be found, else with XLA; ``triton``, ``mosaic``
-        (experts and attention of prompts by Mosaic GPU), ``native``, ``interpret`` (the GPU's as plain JAX, slow) and
-        ``xla`` ask for one.
+        (experts and attention of prompts by Mosaic GPU, which ``auto`` takes where it was measured to be faster),
+        ``native``, ``interpret`` (the GPU's as plain JAX, slow) and ``xla`` ask for one.
       recurrence: how recurrent layers read prompts: in ``steps``, in the bits of decoding, or in ``chunks`` of 64
         positions, faster on long ones; ``docs/recurrent-layers.md`` says by how much, and what then holds.
       mesh: devices along ``data`` (rows), ``expert`` (routed experts) and ``tensor`` (heads, hidden units, vocabulary);

@@ -174,11 +174,13 @@ def test_a_measurement_of_this_card_decides_for_prompts_and_for_steps(
     try:
         policy = make_policy(BF16, kernels="triton")
         choices = [chosen(policy, committed=committed, heads=heads) for committed in (True, False)]
+        asked = [chosen(policy.update(mosaic=False), committed=committed, heads=heads) for committed in (True, False)]
         pages = shapes(heads, 1, WIDTH, None, 64, "bfloat16")
         tiles = [mosaic_tiles_for(heads, pages, WIDTH, prompt=prompt) for prompt in (True, False)]
     finally:
         blocks.measured.cache_clear()
     assert [choice.implementation for choice in choices] == by
+    assert {choice.implementation for choice in asked} == {"triton"}, "who asks for Triton gets it"
     for choice in choices:
         assert choice.reason.startswith("measured on 2027-01-31: 80 us, Triton 100") == (
             choice.implementation == "mosaic"
