@@ -12,6 +12,7 @@ from jax import lax
 from pallas_kernels.backend import Implementation, Launch, launch, load, store, whole
 
 CHUNK = 64
+MOST_MEMBERS = 16384  # pairs of a row and a group that a program looks at at a time; twice as many spill registers
 IN_ONE_PROGRAM = 8192
 
 
@@ -90,7 +91,8 @@ def sort(group_R: jax.Array, groups: int, height: int, implementation: Implement
 
 def _sort(group_ref, order_ref, block_group_ref, first_ref, count_ref, *, groups: int, height: int):
     rows = order_ref.shape[0]
-    wide, chunk = _power(groups), min(CHUNK, _power(rows))
+    wide = _power(groups)
+    chunk = min(CHUNK, _power(rows), max(16, MOST_MEMBERS // wide))
     group_X = jnp.arange(wide, dtype=jnp.int32)
 
     def members(i):
