@@ -58,7 +58,7 @@ static int begin(Work *w, Attention *a, int piece) {
   for (int m = 0; m < w->queries; m++) {
     const int head = w->g * a->group + (w->first + m) % a->group;
     const size_t at = ((size_t)w->b * a->count + node_of(w, m)) * a->heads + head;
-    round_row(a, w->q + (size_t)m * a->width * a->bytes, a->q + at * a->width, a->width, a->scale);
+    round_row(a, w->q + (size_t)m * a->width * a->row_bytes, a->q + at * a->width, a->width, a->scale);
     w->top[m] = a->sinks ? a->sinks[head] : MASKED, w->total[m] = a->sinks ? 1 : 0;
     w->out[m] = a->out + at * a->value_width;
   }
@@ -198,6 +198,7 @@ XLA_FFI_Error *jaxspec_attention(XLA_FFI_CallFrame *frame) {
   Attention a = {(int)q->dims[0], (int)q->dims[1], (int)q->dims[2], (int)k->dims[1]};
   a.group = a.heads / a.kv_heads, a.width = (int)q->dims[3], a.value_width = (int)out->dims[3];
   a.value_stride = v->rank == 4 ? a.value_width : a.width, a.bytes = (int)number(frame, "bytes");
+  a.row_bytes = NARROW_ROWS ? a.bytes : 4;
   a.block = (int)number(frame, "block"), a.span = (int)number(frame, "span"), a.ring = (int)number(frame, "ring");
   a.pages = (int)k->dims[0], a.page = (int)k->dims[2], a.pages_per_row = (int)table->dims[1], a.scale = real(frame, "scale");
   a.depths = path->rank == 3 ? (int)path->dims[2] : 0, a.paths_per_row = path->rank == 3 && path->dims[0] > 1;

@@ -6,7 +6,7 @@ enum { QUERIES = 48 };  // most of one piece of work
 typedef struct {
   int rows, count, heads, kv_heads, group;  // B, T, H, G, H / G
   int width, value_width, value_stride;     // of keys, of values, and from one value to the next
-  int bytes;                                // of a number: 2 for bfloat16, 4 for float32
+  int bytes, row_bytes;                     // of a number of the cache, and as products take it: 2 for bfloat16, 4 for float32
   int block, page, pages, pages_per_row, span, ring, depths, paths_per_row, tiles;
   float scale;
   const float *q, *sinks;

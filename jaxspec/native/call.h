@@ -53,3 +53,9 @@ static inline uint16_t to_bfloat16(float f) {
   if ((u & 0x7fffffff) > 0x7f800000) return (uint16_t)(u >> 16 | 64);
   return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
 }
+
+static inline float round_to_bfloat16(float f) {
+  uint32_t u = (uint32_t)to_bfloat16(f) << 16;
+  memcpy(&f, &u, 4);
+  return f;
+}

@@ -159,7 +159,8 @@ XLA_FFI_Error *jaxspec_product(XLA_FFI_CallFrame *frame) {
   p.data = (const uint8_t *)arg(frame, 3)->data + layer * matrices * p.matrix_bytes;
   p.scale = (const uint8_t *)arg(frame, 4)->data + layer * matrices * p.matrix_scales;
 
-  int narrow = !p.w.wide, copy = narrow || p.w.depth != width;
+  int rounds = !p.w.wide, narrow = rounds && NARROW_ROWS, copy = rounds || p.w.depth != width;
+  p.w.wide = !narrow;
   p.matrix_unit = has_matrix_unit() && narrow && p.w.kind == BF16;
   int sorted = p.matrix_unit && !all_choose;
   size_t row_bytes = (size_t)p.w.depth * (narrow ? 2 : 4);
@@ -183,7 +184,9 @@ XLA_FFI_Error *jaxspec_product(XLA_FFI_CallFrame *frame) {
       for (int k = 0; k < width; k++) to[k] = to_bfloat16(from[k]);
       for (int k = width; k < p.w.depth; k++) to[k] = 0;
     } else {
-      memset(memcpy(copied + m * row_bytes, from, width * 4) + width * 4, 0, row_bytes - width * 4);
+      float *to = memcpy(copied + m * row_bytes, from, width * 4);
+      for (int k = 0; rounds && k < width; k++) to[k] = round_to_bfloat16(to[k]);
+      for (int k = width; k < p.w.depth; k++) to[k] = 0;
     }
   }
   const char *base = copy ? copied : x->data;

@@ -2,7 +2,15 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#ifndef JAXSPEC_KERNELS
+#define JAXSPEC_KERNELS
+
 enum { PANEL = 32 };                       // columns that lie together
+#ifdef __AVX512BF16__
+enum { NARROW_ROWS = 1 };                  // whether products take rows of bfloat16 as they are, else as float32
+#else
+enum { NARROW_ROWS = 0 };
+#endif
 enum Kind { BF16, F32, INT8, FP8, FP4 };   // how numbers are stored
 
 // One matrix [depth, columns], packed: see packing.py.
@@ -10,7 +18,7 @@ typedef struct {
   enum Kind kind;
   int depth, group;     // numbers along the depth; how many of them share a scale, 0 without scales
   int exponent_scales;  // whether scales are bytes, powers of two
-  int wide;             // whether rows are float32: always for F32
+  int wide;             // whether rows are float32: always for F32, and without NARROW_ROWS
 } Weight;
 
 static inline size_t panel_bytes(const Weight *w) {
@@ -28,3 +36,4 @@ typedef void Tile(const Weight *w, const void *panel, const void *scale, const v
 // The same by the CPU's matrix unit, if these kernels are compiled for one: bfloat16 rows one after the other.
 int has_matrix_unit(void);
 void matrix_tile(const Weight *w, const uint8_t *panel, const uint8_t *x, float *const *y, int rows);
+#endif

@@ -2,6 +2,8 @@
 
 import ctypes
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +165,28 @@ def test_the_matrix_unit_adds_even_and_odd_depths_of_32_apart(depth: int):
             parts[k % 2] += products_DMN[k]
         total += parts[0] + parts[1]
     np.testing.assert_array_equal(np.asarray(product(x_MD, pack(w))), total)
+
+
+def seconds(compute: Callable[..., Any], *arguments: Any) -> float:
+    began = time.perf_counter()
+    jax.block_until_ready(compute(*arguments))
+    return time.perf_counter() - began
+
+
+@pytest.mark.parametrize("name", [name for name in instructions() if name != "plain"])
+def test_products_take_a_few_times_as_long_as_blas(name: str, monkeypatch: pytest.MonkeyPatch):
+    """A compiler that does not make vectors of these kernels makes them 20 times as slow and more."""
+    made, target = library(name), f"jaxspec_timed_{name}"
+    assert made.handle is not None, made.reason
+    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(made.handle.jaxspec_product), platform="cpu")
+    monkeypatch.setattr(module, "TARGET", target)
+    rows, dense = np.asarray(rows_of(48, 512)), np.asarray(rows_of(512, 1024))
+    for dtype in (jnp.float32, jnp.bfloat16):
+        compute, w = jax.jit(lambda x_MD, w: product(x_MD, w)), pack(jnp.asarray(dense, dtype))
+        seconds(compute, rows, w)
+        times = [(seconds(compute, rows, w), seconds(np.matmul, rows, dense)) for _ in range(20)]
+        mine, blas = (min(some) for some in zip(*times, strict=True))
+        assert mine < 8 * blas, f"{mine * 1e3:.2f} ms, {blas * 1e3:.2f} by BLAS"
 
 
 @pytest.mark.parametrize("form", ["bfloat16", "mxfp4"])
