@@ -1,6 +1,7 @@
 """Several steps in one program, and the report that the host reads afterwards."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -99,7 +100,7 @@ class DispatchResult:
         """Rows that ended."""
         return self.broken_B | self.stopped_B | self.full_B
 
-    @property
+    @cached_property
     def verified_BX(self) -> np.ndarray:
         """Drafts that were verified."""
         return self.drafts_BX * self.verified_X

@@ -58,7 +58,7 @@ def collect(
         if result.broken_B[row] and sample.completion.finish_reason is None:
             sample.fail(_broken(sample))
         # Where a sparse drafter proposed nothing, nothing was tried.
-        had = result.verified_BX[row] > 0
+        had = result.verified_BX[row].tolist() if sparse else counts
         verified = [n for n, some in zip(counts, had, strict=False) if some] if sparse else counts
         taken.skipped_tokens += len(counts) - len(verified)
         taken.accepted.setdefault((tried, sample.params.kind), []).extend(verified)
@@ -86,11 +86,12 @@ def _take(
       Accepted drafts of each verification, without a last one that was cut short.
     """
     accepted: list[int] = []
-    for step, count in enumerate(result.count_BX[row].tolist()):
+    wanted = sample.params.logprobs
+    counts, drafts, ids = (x[row].tolist() for x in (result.count_BX, result.verified_BX, result.token_BXT))
+    for step, (count, drafted) in enumerate(zip(counts, drafts, strict=True)):
         if count == 0:  # its text ended on the device
             break
-        tokens, drafted = result.token_BXT[row, step, :count], int(result.verified_BX[row, step])
-        wanted = sample.params.logprobs
+        tokens = ids[step][:count]
         logprobs = None if wanted is None else _logprobs(result, row, step, tokens, wanted)
         metrics.cut_drafts += 0 if unpruned is None else unpruned - drafted
         if sample.routes is not None:
@@ -101,6 +102,7 @@ def _take(
         if ended:
             break
         accepted.append(count - 1)
+    sample.show()
     if result.length:
         sample.observed = sample.length
     else:
@@ -108,13 +110,13 @@ def _take(
     return accepted
 
 
-def _logprobs(result: DispatchResult, row: int, step: int, tokens: np.ndarray, most: int) -> list[dict[int, Logprob]]:
+def _logprobs(result: DispatchResult, row: int, step: int, tokens: list[int], most: int) -> list[dict[int, Logprob]]:
     """Returns log-probabilities of one verification's tokens: the sampled one and the ``most`` best."""
     # Sliced on the host: a slice on the device would compile a program for each length.
     values = np.asarray(result.report.logprob_BXTL)[row, step, : len(tokens)]
     ids = np.asarray(result.report.top_BXTL)[row, step, : len(tokens)]
     entries = []
-    for token, value, top in zip(tokens.tolist(), values, ids, strict=True):
+    for token, value, top in zip(tokens, values, ids, strict=True):
         entry = {
             int(i): Logprob(float(v), r + 1)
             for r, (i, v) in enumerate(zip(top[1:], value[1:], strict=True))

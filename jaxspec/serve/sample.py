@@ -137,15 +137,18 @@ class Sample:
         """Returns what is added to its logits, None for nothing."""
         return bias_of(self.params, self.bad_words, vocab) if self.biased else None
 
-    def take(self, tokens: np.ndarray, drafted: int, logprobs: list[dict[int, Logprob]] | None, eos: set[int]) -> bool:
-        """Takes over the tokens of one verification, one by one; returns whether the text ended at one of them."""
+    def take(self, tokens: list[int], drafted: int, logprobs: list[dict[int, Logprob]] | None, eos: set[int]) -> bool:
+        """Takes over the tokens of one verification, one by one; returns whether the text ended at one of them.
+
+        What a reader sees of the text follows with ``show``.
+        """
         c = self.completion
         if "first_token" not in self.output.time_s:
             self.output.time_s["first_token"] = time.monotonic() - self.arrived
             for entry in filter(None, self.output.prompt_logprobs or ()):
                 self.growing.name(entry)
         used = 0
-        for index, token in enumerate(tokens.tolist()):
+        for index, token in enumerate(tokens):
             used += 1
             c.token_ids.append(token)
             c.drafted.append(index < len(tokens) - 1)
@@ -165,10 +168,13 @@ class Sample:
                 c.finish_reason = "length"
             if c.finish_reason:
                 break
-        c.text = self.growing.whole if c.finish_reason else self.growing.text
-        self._take_calls()
         self.output.metrics.add(drafted, used)
         return c.finish_reason is not None
+
+    def show(self) -> None:
+        """Writes the text of what was taken."""
+        self.completion.text = self.growing.whole if self.completion.finish_reason else self.growing.text
+        self._take_calls()
 
     def _take_calls(self) -> None:
         """Reads the calls of tools in a text that has ended."""

@@ -27,28 +27,37 @@ class IncrementalText:
         self._longest = max(map(len, self._stops), default=0)
         self._tokens: Detokenizer | None = None
         self._before, self._checked, self._shown, self._cut = "", "", "", None
+        self._waiting: list[int] = []  # tokens whose text nobody has asked for
 
     def add(self, token: int, *, may_stop: bool = True) -> str | None:
         """Appends one token; returns the stop string that it completes, if any and if it may stop here."""
         if self._text is None:
             return None
-        if self._tokens is None:
-            self._tokens = detokenizer(self._text, skip_special_tokens=self._params.skip_special_tokens)
-            self._before = self._tokens.begin(self._prompt)
         if may_stop and token in self._special_stops:
             stop = self._special_stops[token]
             self._cut = self.whole + (stop if self._params.include_stop_str_in_output else "")
             return stop
-        self._tokens.extend([token])
+        self._waiting.append(token)
         return self._find_stop(may_stop=may_stop) if self._stops else None
+
+    def _read(self) -> Detokenizer | None:
+        """Detokenizes what waits; returns None before the first token."""
+        ids, self._waiting = self._waiting, []  # first: an error of theirs comes once
+        if ids and self._text is not None:
+            if self._tokens is None:
+                self._tokens = detokenizer(self._text, skip_special_tokens=self._params.skip_special_tokens)
+                self._before = self._tokens.begin(self._prompt)
+            self._tokens.extend(ids)
+        return self._tokens
 
     def _find_stop(self, *, may_stop: bool) -> str | None:
         """Finds the first stop string that ends in new text, and cuts the text at it."""
-        assert self._tokens is not None
+        tokens = self._read()
+        assert tokens is not None
         # Half a character is no U+FFFD yet.
-        seen = self._own(self._tokens.settled + ("" if self._tokens.incomplete else self._tokens.open))
+        seen = self._own(tokens.settled + ("" if tokens.incomplete else tokens.open))
         known = common_prefix(self._checked, seen)
-        if not (self._tokens.incomplete and self._checked.startswith(seen)):
+        if not (tokens.incomplete and self._checked.startswith(seen)):
             self._checked = seen
         if not may_stop:
             return None
@@ -67,7 +76,8 @@ class IncrementalText:
         """All text so far, including what the next token may change: what it is if it ends here."""
         if self._cut is not None:
             return self._cut
-        return self._own(self._tokens.settled + self._tokens.open) if self._tokens else ""
+        tokens = self._read()
+        return self._own(tokens.settled + tokens.open) if tokens else ""
 
     @property
     def text(self) -> str:
@@ -75,8 +85,9 @@ class IncrementalText:
 
         An incomplete character, a run of byte tokens and what may be the start of a stop string are not in it yet.
         """
-        if self._tokens is not None and self._cut is None:
-            settled = self._own(self._tokens.settled)
+        tokens = self._read()
+        if tokens is not None and self._cut is None:
+            settled = self._own(tokens.settled)
             shown = settled[: len(settled) - self._held(settled)]
             if shown.startswith(self._shown):
                 self._shown = shown

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -52,7 +51,8 @@ def run(sample: Sample, ids: list[int], pieces: list[int] | None = None, eos: Se
     texts, place = [], 0
     for size in [*(pieces or []), *[1] * len(ids)]:
         if place < len(ids) and sample.completion.finish_reason is None:
-            sample.take(np.asarray(ids[place : place + size], np.int32), 0, None, set(eos))
+            sample.take(ids[place : place + size], 0, None, set(eos))
+            sample.show()
             texts.append(sample.completion.text)
             place += size
     return texts
@@ -231,7 +231,7 @@ def test_log_probabilities_say_their_tokens():
     sample = sample_of(FALLBACK, ids(FALLBACK, "▁the"), SamplingParams(max_tokens=2, logprobs=2))
     some, other = ids(FALLBACK, "▁is", "<0xE2>")
     entries = [{some: Logprob(-1.0, 1), other: Logprob(-2.0, 2)}, {other: Logprob(-1.0, 1), 10**6: Logprob(-3.0, 2)}]
-    sample.take(np.asarray([some, other]), 0, entries, set())
+    sample.take([some, other], 0, entries, set())
     assert [[p.decoded_token for p in entry.values()] for entry in entries] == [[" is", "\ufffd"], ["\ufffd", None]]
 
 
@@ -301,8 +301,12 @@ def test_a_tokenizer_that_cannot_decode_is_a_request_error():
         def convert_tokens_to_string(self, tokens):
             raise KeyError("no such token")
 
+    sample = sample_of(Text(Broken()), [5], SamplingParams(max_tokens=2))
+    sample.take([6], 0, None, set())
     with pytest.raises(RequestError, match=r"text: the tokenizer cannot decode .*no such token"):
-        IncrementalText(Text(Broken()), SamplingParams(), [5]).add(6)
+        sample.show()
+    sample.fail("this text could not be taken over")
+    assert (sample.completion.finish_reason, sample.completion.text) == ("error", "")
 
 
 @given(st.text("ab"), st.text("ab"), st.text("ab"))
