@@ -36,6 +36,7 @@ class Golden:
       nested: key of the published config under which the text model's lies, and prefix of its tensors; where that ends
         in the name of a part, those of the head have none.
       recurrent: whether some layers carry a state.
+      gain: deviation of other matrices over that which keeps the size of what they multiply.
       embedded: deviation of the embedding's numbers; with large ones a tied model repeats itself.
       fused: whether one published tensor has the gate and up rows of all experts of a layer, and one their down rows.
       significant_bits: of stored weights; few are small in git, and 8 is all that bfloat16 has.
@@ -49,6 +50,7 @@ class Golden:
     nested: tuple[str, str] = ("", "")
     fused: bool = False
     recurrent: bool = False
+    gain: float = 1.5
     embedded: float = 1.0
     significant_bits: int = 4
 

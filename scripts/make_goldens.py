@@ -53,7 +53,7 @@ def build(golden: Golden, layers: int) -> torch.nn.Module:
             elif weight.ndim == 1:
                 weight.normal_(0, 0.3)
             else:
-                weight.normal_(0, golden.embedded if "embed" in name else 1.5 * weight.shape[-1] ** -0.5)
+                weight.normal_(0, golden.embedded if "embed" in name else golden.gain * weight.shape[-1] ** -0.5)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.2)

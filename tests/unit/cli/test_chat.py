@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 from jaxspec.cli import chat
@@ -41,12 +40,14 @@ class Model:
             "0", "", [5], params, lambda p: IncrementalText(self.known, p, [5]),
             seeds=(0, 0), capacity=10**6, draft_length=2,
         )  # fmt: skip
-        sample.take(np.asarray(ids[:1]), 0, None, set())
+        sample.take(ids[:1], 0, None, set())
+        sample.show()
         yield sample.output
         if self.interrupts:
             raise KeyboardInterrupt
         for first in range(1, len(ids), 3):
-            sample.take(np.asarray(ids[first : first + 3]), 2, None, set())
+            sample.take(ids[first : first + 3], 2, None, set())
+            sample.show()
             yield sample.output
 
 

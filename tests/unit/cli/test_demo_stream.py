@@ -3,8 +3,6 @@
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from jaxspec.cli.colored_stream import ColoredStream, WordWrap
 from jaxspec.serve.request import RequestOutput, SamplingParams
 from jaxspec.serve.sample import new_samples
@@ -24,7 +22,8 @@ class Model:
             seeds=(0, 0), capacity=10**6, draft_length=2,
         )  # fmt: skip
         for first in range(0, len(self.ids), 3):
-            sample.take(np.asarray(self.ids[first : first + 3]), 2, None, set())
+            sample.take(self.ids[first : first + 3], 2, None, set())
+            sample.show()
             yield sample.output
 
 
