@@ -190,8 +190,9 @@ def check_many_rows(lab: Lab, topology: Topology, dtype: str) -> None:
 
 
 SERVED = [
-    ("scripted", tree((2, 2))), ("mtp", tree((2, 2))),
-    *(pytest.param(kind, chain(4), marks=pytest.mark.slow) for kind in ("scripted", "self")),
+    ("scripted", tree((2, 2))),
+    *(pytest.param(kind, topology, marks=pytest.mark.slow)
+      for kind, topology in (("mtp", tree((2, 2))), ("scripted", chain(4)), ("self", chain(4)))),
 ]  # fmt: skip
 
 

@@ -62,7 +62,7 @@ POSITION_BT = START_B[:, None] + np.arange(COUNT, dtype=np.int32)
 
 @pytest.mark.served
 @pytest.mark.parametrize("kind", ["latent", "compressed"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_a_query_has_the_same_bits_in_every_company(kind: str, dtype: str, monkeypatch: pytest.MonkeyPatch):
     q, pages = noise(0, ROWS, COUNT, HEADS, WIDTH), jnp.asarray(noise(1, ROWS, 1, CAPACITY, WIDTH)).astype(dtype)
     ring, sinks_H = jnp.asarray(noise(2, ROWS, 1, 16, WIDTH)).astype(dtype), np.linspace(-1, 2, HEADS, dtype=np.float32)

@@ -191,7 +191,7 @@ def test_entries_are_the_published_ones(ratio: int):
 
 
 @pytest.mark.served
-@pytest.mark.parametrize("kernels", ["xla", "interpret"])
+@pytest.mark.parametrize("kernels", ["xla", pytest.param("interpret", marks=pytest.mark.slow)])
 def test_bits_of_a_whole_model_do_not_depend_on_rows_and_positions(kernels: str):
     arch, length, room = arch_of(CONFIG | {"num_hidden_layers": 2, "compress_ratios": [4, 8]}), 45, 64
     net: Any = Transformer(arch, make_policy(HALF, kernels=kernels))
