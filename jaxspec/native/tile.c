@@ -7,13 +7,7 @@
 
 #include <string.h>
 
-#ifdef __AVX512F__
-enum { ROWS = 12 };
-#elif defined(__AVX2__)
-enum { ROWS = 6 };
-#else
-enum { ROWS = 4 };
-#endif
+enum { ROWS = LANES == 16 ? 12 : LANES == 8 ? 6 : 4 };  // as many as there are registers for their sums
 
 typedef uint8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef int8_t chars __attribute__((vector_size(LANES), aligned(1), may_alias));
@@ -210,14 +204,8 @@ INLINE void fixed_rows(const int rows, const enum Kind kind, const int wide, con
 // Rows in as few tiles as there are sizes for; every size is code of its own, of which each kind has one more.
 INLINE void tiles(const enum Kind kind, const int wide, const Weight *w, const void *panel, const void *scale, const void *const *x,
                   float *const *y, int rows) {
-#define TAKE(n) for (; rows >= n; rows -= n, x += n, y += n) fixed_rows(n, kind, wide, w, panel, scale, x, y);
-#ifdef __AVX512F__
-  TAKE(12) TAKE(8)
-#endif
-#ifdef __AVX2__
-  TAKE(6)
-#endif
-  TAKE(4) TAKE(3) TAKE(2) TAKE(1)
+#define TAKE(n) for (; n <= ROWS && rows >= n; rows -= n, x += n, y += n) fixed_rows(n, kind, wide, w, panel, scale, x, y);
+  TAKE(12) TAKE(8) TAKE(6) TAKE(4) TAKE(3) TAKE(2) TAKE(1)
 }
 
 void tile(const Weight *w, const void *panel, const void *scale, const void *const *x, float *const *y, int rows) {

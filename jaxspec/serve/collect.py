@@ -57,9 +57,9 @@ def collect(
             sample.fail(f"this text could not be taken over ({type(error).__name__}: {error})")
         if result.broken_B[row] and sample.completion.finish_reason is None:
             sample.fail(_broken(sample))
-        # Where a sparse drafter proposed nothing, nothing was tried.
-        had = result.verified_BX[row].tolist() if sparse else counts
-        verified = [n for n, some in zip(counts, had, strict=False) if some] if sparse else counts
+        verified = counts
+        if sparse:  # where it proposed nothing, nothing was tried
+            verified = [n for n, some in zip(counts, result.verified_BX[row].tolist(), strict=False) if some]
         taken.skipped_tokens += len(counts) - len(verified)
         taken.accepted.setdefault((tried, sample.params.kind), []).extend(verified)
         if sample.completion.finish_reason is not None:
