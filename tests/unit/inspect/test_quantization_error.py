@@ -18,6 +18,7 @@ GOLDEN = Path(__file__).parents[2] / "golden"
 IDS = np.random.default_rng(0).integers(0, 64, 20).tolist()
 
 
+@pytest.mark.served
 def test_what_is_kept_as_published_has_no_error():
     found = quantization_error(GOLDEN / "deepseek_v3_fp8", "auto", IDS, "float32")
     assert found["positions"] == len(IDS)

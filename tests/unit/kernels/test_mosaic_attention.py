@@ -55,7 +55,7 @@ def prompt(q_BTHC: jax.Array, start_B: list[int], table_BJ: list[list[int]], **h
 
 @pytest.mark.served
 @pytest.mark.slow
-@pytest.mark.usefixtures("short_pieces")
+@pytest.mark.usefixtures("short_pieces", "sums_in_order")
 def test_a_position_has_the_same_bits_in_every_chunk_beside_any_row_and_in_more_pages():
     q, table = noise(0, 2, 40, 2, WIDTH), [[5, 0, 3], [1, 6, 2]]
     together = prompt(q, [START, 7], table)
@@ -77,6 +77,7 @@ def test_pieces_of_a_window_equal_the_reference():
 
 @pytest.mark.served
 @pytest.mark.slow
+@pytest.mark.usefixtures("sums_in_order")
 def test_a_node_has_the_bits_that_its_path_has_as_a_chain():
     tree, wide = (-1, 0, 0), {"value_width": 384}
     q, pages = noise(3, 1, 3, 64, 448), noise(4, 1, 1, 192, 448, dtype=BF16)

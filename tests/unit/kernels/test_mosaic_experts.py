@@ -40,6 +40,7 @@ def run(x: Any, choice: Any, weight: Any, **how: Any) -> np.ndarray:
     return np.asarray(call(x, choice, weight, weights()))
 
 
+@pytest.mark.usefixtures("sums_in_order")
 def test_a_row_does_not_see_its_neighbors_nor_the_height_of_blocks():
     x, choice, weight, *_ = SHAPE.random(jax.random.key(1))
     together = run(x, choice, weight)
