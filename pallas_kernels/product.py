@@ -191,7 +191,10 @@ def products(
         row = number * step // facts.blocks[0] if facts.scaled_inside else 0
         return [_scales(refs[1], facts, (*lead, row), part, program * tile.columns, word, fits, tile) for part in parts]
 
-    def add(number, sums, factors):
+    def factors(scales: list[list[jax.Array]]) -> list[list[jax.Array]]:
+        return [_factors(part, facts) for part in scales]
+
+    def add(number, sums, by):
         row = number * stored + jnp.arange(stored, dtype=jnp.int32)
         inside = _inside(facts, row, step, fits)
         xs = [x_tile(plane, number * stored, stored) for plane in range(facts.planes)]
@@ -203,41 +206,51 @@ def products(
             lanes = []
             for lane, halves in enumerate(_decoded(w, facts, xs[0].dtype)):
                 part = functools.reduce(operator.add, (_dot(x, half) for x, half in zip(xs, halves, strict=True)))
-                lanes.append(sums[place][lane] + (part * factors[place][lane] if factors else part))
+                lanes.append(sums[place][lane] + (part * by[place][lane] if by else part))
             new.append(lanes)
         return new
 
     def several(i, carry):
-        sums, factors = carry
-        for u in range(unroll):
-            number = i * unroll + u
-            # The next product's scales are asked for before this one: nothing else would hide the wait for them.
-            later = scales(jnp.minimum(number + 1, steps - 1)) if factors else []
-            sums, factors = add(number, sums, factors), later
-        return sums, factors
+        # Scales are asked for a whole turn ahead, as they are stored: nothing else would hide the wait for them.
+        sums, asked = carry
+        numbers = [i * unroll + u for u in range(unroll)]
+        later = [scales(jnp.minimum(number + unroll, steps - 1)) for number in numbers] if asked else []
+        for u, number in enumerate(numbers):
+            sums = add(number, sums, factors(asked[u]) if asked else [])
+        return sums, later
 
     zeros = [[jnp.zeros((rows, tile.columns // facts.lanes), jnp.float32)] * facts.lanes for _ in parts]
-    sums, _ = lax.fori_loop(0, steps // unroll, several, (zeros, scales(0) if facts.scaled_inside else []))
+    first = [scales(u) for u in range(unroll)] if facts.scaled_inside else []
+    sums, _ = lax.fori_loop(0, steps // unroll, several, (zeros, first))
     if facts.format is None:
         return sums
     if facts.scaled_inside:
         return sums
-    return [[total * f for total, f in zip(*pair, strict=True)] for pair in zip(sums, scales(0), strict=True)]
+    return [[total * f for total, f in zip(*pair, strict=True)] for pair in zip(sums, factors(scales(0)), strict=True)]
 
 
 def _scales(ref, facts: Layout, lead, part, first_column, word, fits, tile: Product) -> list[jax.Array]:
-    """Factors of one product by lane: a scalar if one scale covers the tile's columns, else [1, words]."""
+    """Scales of one product as they are stored: one for all columns, words of four lanes, or those of each lane."""
     _, between, wide = facts.blocks
     assert facts.format is not None
     index = (*lead, *(j // between for j in part))
     if wide % tile.columns == 0:
-        scales = [ref[(*index, first_column // wide)]] * facts.lanes
+        return [ref[(*index, first_column // wide)]]
+    if _in_words(facts.format):
+        return [_masked(ref.at[(*index, word)], fits)]
+    columns = [word * facts.lanes + lane for lane in range(facts.lanes)]
+    return [_masked(ref.at[(*index, column // wide)], fits) for column in columns]
+
+
+def _factors(scales: list[jax.Array], facts: Layout) -> list[jax.Array]:
+    """Factors of one product by lane: scalars, or [1, words]."""
+    assert facts.format is not None
+    if scales[0].ndim == 0:
+        scales = scales * facts.lanes
     elif _in_words(facts.format):
-        four = _masked(ref.at[(*index, word)], fits)
-        scales = [((four >> np.uint32(8 * lane)) & np.uint32(255))[None] for lane in range(facts.lanes)]
+        scales = [((scales[0] >> np.uint32(8 * lane)) & np.uint32(255))[None] for lane in range(facts.lanes)]
     else:
-        columns = [word * facts.lanes + lane for lane in range(facts.lanes)]
-        scales = [_masked(ref.at[(*index, column // wide)], fits)[None] for column in columns]
+        scales = [scale[None] for scale in scales]
     return [_power_of_two(f) if facts.format.exponent_scales else f for f in scales]
 
 
