@@ -89,7 +89,8 @@ def _route(body: _Body, names: Sequence[str], *refs: Any) -> None:
     score_CX = 1 / (1 + exp(-logits_CX, body.how)) if body.scoring.kind == "sigmoid" else logits_CX
     wanted_CX = score_CX + _bias(body, ref, "choice", column_X) if "choice" in ref else score_CX
     wanted_CX = jnp.where(wanted_CX == wanted_CX, wanted_CX, -jnp.inf)  # a row of no numbers chooses, too
-    place_CX, weight_CX = _chosen(body, score_CX, wanted_CX, _open(body, wanted_CX, column_X), column_X)
+    open_CX = _open(body, wanted_CX, column_X)
+    place_CX, weight_CX = _chosen(body, score_CX, wanted_CX, open_CX, column_X, biased="choice" in ref)
     is_chosen_CX = place_CX < body.scoring.top_k
     real_CX = is_chosen_CX & inside_CX
     # Beside the last row where masked: an interpreted store reads and writes those, too.
@@ -125,16 +126,16 @@ def _bias(body: _Body, ref: dict[str, Any], name: str, column_X) -> jax.Array:
     return load(ref[name].at[(*lead, column_X)], mask=column_X < body.experts, other=0.0).astype(jnp.float32)[None]
 
 
-def _chosen(body: _Body, score_CX, wanted_CX, open_CX, column_X) -> tuple[jax.Array, jax.Array]:
+def _chosen(body: _Body, score_CX, wanted_CX, open_CX, column_X, *, biased: bool) -> tuple[jax.Array, jax.Array]:
     """Finds which choice each expert is, ``top_k`` if none, one after another, and computes what it would weigh."""
     s = body.scoring
     top_C = jnp.max(jnp.where(open_CX, score_CX, -jnp.inf), axis=1) if s.kind == "softmax" else None
 
     def choose(a, carry):
         open_CX, place_CX, total_C = carry
-        one_CX = _first_best(wanted_CX, open_CX, column_X)
-        # Exact, for all others are left out.
-        score_C = jnp.sum(jnp.where(one_CX, score_CX, 0.0), axis=1)
+        one_CX, score_C = _first_best(wanted_CX, open_CX, column_X)
+        if biased:
+            score_C = _only(one_CX, score_CX)
         weight_C = score_C if top_C is None else exp(score_C - top_C, body.how)
         return open_CX & ~one_CX, jnp.where(one_CX, a, place_CX), total_C + weight_C
 
@@ -149,12 +150,17 @@ def _chosen(body: _Body, score_CX, wanted_CX, open_CX, column_X) -> tuple[jax.Ar
     return place_CX, weight_CX * np.float32(s.scale)
 
 
-def _first_best(x_CX, open_CX, column_X) -> jax.Array:
-    """Marks the largest open entry of each row; of equal ones the first."""
+def _only(one_CX, x_CX) -> jax.Array:
+    """The marked entry of each row; exact, for all others are left out."""
+    return jnp.sum(jnp.where(one_CX, x_CX, 0), axis=1)
+
+
+def _first_best(x_CX, open_CX, column_X) -> tuple[jax.Array, jax.Array]:
+    """Marks the largest open entry of each row, of equal ones the first, and returns it."""
     best_C = jnp.max(jnp.where(open_CX, x_CX, -jnp.inf), axis=1)
     is_best_CX = open_CX & (x_CX == best_C[:, None])
     column_C = jnp.min(jnp.where(is_best_CX, column_X[None], np.int32(x_CX.shape[1])), axis=1)
-    return column_X[None] == column_C[:, None]
+    return column_X[None] == column_C[:, None], best_C
 
 
 def _open(body: _Body, wanted_CX, column_X) -> jax.Array:
@@ -167,8 +173,8 @@ def _open(body: _Body, wanted_CX, column_X) -> jax.Array:
     def add_best(g, total_CX):
         left_CX, total_C = there_CX & (group_CX == g), jnp.zeros(body.tall, jnp.float32)
         for _ in range(s.members):
-            one_CX = _first_best(wanted_CX, left_CX, column_X)
-            total_C = total_C + jnp.sum(jnp.where(one_CX, wanted_CX, 0.0), axis=1)
+            one_CX, best_C = _first_best(wanted_CX, left_CX, column_X)
+            total_C = total_C + best_C
             left_CX = left_CX & ~one_CX
         return jnp.where(group_CX == g, total_C[:, None], total_CX)
 
@@ -176,9 +182,8 @@ def _open(body: _Body, wanted_CX, column_X) -> jax.Array:
 
     def open_best(_, carry):
         open_CX, left_CX = carry
-        one_CX = _first_best(total_CX, left_CX, column_X)
-        best_C = jnp.sum(jnp.where(one_CX, group_CX, 0), axis=1)
-        now_CX = there_CX & (group_CX == best_C[:, None])
+        one_CX, _ = _first_best(total_CX, left_CX, column_X)
+        now_CX = there_CX & (group_CX == _only(one_CX, group_CX)[:, None])
         return open_CX | now_CX, left_CX & ~now_CX
 
     return lax.fori_loop(0, s.kept_groups, open_best, (jnp.zeros_like(there_CX), there_CX))[0]

@@ -25,6 +25,13 @@ def test_every_case_compiles(op: str):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("case", "scales"), [("gpt_oss_120b_1", 12), ("deepseek_v3_of_8_8", 2)])
+def test_scales_are_used_a_turn_after_they_were_asked_for(case: str, scales: int):
+    found = process.run("tests.aot.loop_loads:read", op="routed_experts", case=case, kernel="experts_gate_up")
+    assert found == {"loaded": scales, "used": 0}
+
+
+@pytest.mark.slow
 def test_every_case_of_mosaic_compiles_to_tma_and_wgmma():
     reports = process.run("jaxspec.aot.kernel_cases:compile_cases", gate=True, op="routed_experts", by="mosaic")
     assert {"qwen3_30b_a3b_1", "qwen3_30b_a3b_2048", "mixtral_8x7b_2048", "qwen2_57b_a14b_64"} < set(reports)
