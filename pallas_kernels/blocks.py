@@ -118,9 +118,26 @@ def listening(op: str) -> Iterator[list[tuple[Key, Any]]]:
         _listener.reset(token)
 
 
-@cache
+_absent: ContextVar[str] = ContextVar("absent", default="")
+
+
+@contextmanager
+def on_card(kind: str) -> Iterator[None]:
+    """Makes look-ups those of a card that need not be here, while programs are traced (JAX traces none twice)."""
+    token = _absent.set(kind)
+    try:
+        yield
+    finally:
+        _absent.reset(token)
+
+
 def card() -> str:
-    """Device kind of the GPU that this process computes on, empty without one."""
+    """Device kind of the GPU that programs are for: this process's by default; empty without one."""
+    return _absent.get() or _card_here()
+
+
+@cache
+def _card_here() -> str:
     device = jax.devices()[0]
     return device.device_kind if device.platform == "gpu" else ""
 

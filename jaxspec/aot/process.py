@@ -157,6 +157,16 @@ def target_text(gpu: str) -> str:
     return (folder / f"{gpu}.txtpb").read_text()
 
 
+def target_name(gpu: str) -> str:
+    """Returns what a described GPU calls itself.
+
+    Raises:
+      ConfigError: there is none of that name.
+    """
+    (name,) = re.findall(r'^device_description_str: "(.+)"$', target_text(gpu), re.MULTILINE)
+    return name
+
+
 def _last_words(log: str) -> str:
     """Returns the error that ended the process, without its traceback."""
     errors = list(ERROR.finditer(log))

@@ -24,6 +24,7 @@ from jaxspec.sharding.compiler_options import compiler_options
 from jaxspec.sharding.mesh import make_mesh
 from jaxspec.sharding.placement import row_axes, state_rules, state_shardings
 from jaxspec.sharding.targets import target_context, target_devices
+from pallas_kernels import blocks
 
 COLLECTIVE = re.compile(r"^(ragged-all-to-all|all-to-all|all-reduce|all-gather|reduce-scatter|collective-permute)")
 BIG_BYTES = 1 << 20
@@ -51,7 +52,8 @@ def compile_for(
         return function(*given)
 
     call.__name__ = name
-    with target_context(devices) if len(devices) == 1 else contextlib.nullcontext():
+    context = target_context(devices) if len(devices) == 1 else contextlib.nullcontext()
+    with blocks.on_card(devices[0].device_kind), context:
         return jax.jit(call, donate_argnums=donate).lower(*shapes).compile(compiler_options("gpu"))
 
 

@@ -43,7 +43,7 @@ class ProgramSettings:
       rows: batch slots.
       capacity: longest text in tokens.
       drafts: K.
-      kernels: see ``Compute.kernels``.
+      kernels: see ``policy_for``.
       mesh: devices that parameters are split over, None for one device.
       transport: see ``Compute.transport``.
       bucket: tokens of a prefill chunk.
@@ -56,7 +56,7 @@ class ProgramSettings:
     rows: int = 4
     capacity: int = 4096
     drafts: int = 3
-    kernels: str = "triton"
+    kernels: str = "auto"
     mesh: AbstractMesh | None = None
     transport: Literal["sum", "padded", "ragged"] = "sum"
     bucket: int = 256

@@ -145,13 +145,13 @@ def _programs(args: InspectArgs) -> int:
         from jaxspec.aot.programs import ProgramSettings
         from jaxspec.nn.policy import kernels_for
 
-        report["kernels"] = kernel_choices(ProgramSettings(config, **setting), args.programs)
+        report["kernels"] = kernel_choices(ProgramSettings(config, **setting), args.programs, gpu=args.gpu)
         report["cpu"] = dict(zip(("computed_by", "why"), kernels_for("cpu"), strict=True))
     if args.compiled:
         report["compiled"] = process.run(
             "jaxspec.aot.program_report:report_programs", config=config, gpu=args.gpu,
             devices=next(iter(args.devices), 1), mesh=mesh_sizes(args.mesh), transport=args.expert_transport,
-            wanted=args.programs, kernels="xla" if args.xla_only else "triton", **setting,
+            wanted=args.programs, kernels="xla" if args.xla_only else "auto", **setting,
         )  # fmt: skip
         from jaxspec.inspect.program_time import group_times
 

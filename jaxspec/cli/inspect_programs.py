@@ -18,11 +18,8 @@ def show_kernels(by_program: dict[str, list[dict[str, Any]]], screen: Screen) ->
     for name, choices in by_program.items():
         table = Table("operation", "case", "computed by", "why", title=name, title_justify="left")
         for choice in choices:
-            taken = choice["implementation"] != "xla"
-            why = "the kernel covers this case" if taken else choice["reason"]
-            table.add_row(
-                choice["op"], choice["case"], choice["implementation"], why, style=None if taken else "yellow"
-            )
+            style = "yellow" if choice["implementation"] == "xla" else None
+            table.add_row(*(choice[part] for part in ("op", "case", "implementation", "reason")), style=style)
         screen.console.print(table)
 
 

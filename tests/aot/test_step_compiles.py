@@ -145,8 +145,11 @@ def test_a_prefill_writes_its_cache_in_place():
 
 
 @pytest.mark.slow
-def test_eight_devices_compute_their_own_experts():
-    found = compiled("deepseek-v3", "mtp", gpu="h200", devices=8)
+@pytest.mark.parametrize(
+    ("kernels", "launches"), [("triton", 1660), ("auto", 1910)]
+)  # what lies around Mosaic's: XLA's
+def test_eight_devices_compute_their_own_experts(kernels: str, launches: int):
+    found = compiled("deepseek-v3", "mtp", gpu="h200", devices=8, kernels=kernels)
     sizes, graphs = found["bytes"], found["graphs"]
     assert sizes["arguments"] < 112e9, "of the 141e9 of one device"
     assert sizes["aliased"] >= sizes["caches"]
@@ -157,7 +160,7 @@ def test_eight_devices_compute_their_own_experts():
         assert found["kernels"][kernel] == runs
     for kernel, each in (("latents_to_cache", 1), ("heads_dense", 2)):
         assert found["kernels"][kernel] == each * (61 + 3)
-    assert found["launches"]["per_step"] <= 1660
+    assert found["launches"]["per_step"] <= launches
     assert found["kernels"]["verify_attention"] == 61 + 3
     assert graphs["host_waits"] == 1
     assert {kernel: size for kernel, size in found["spills"].items() if kernel in found["shared_bytes"]} == {}

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.served
 
 COMPILED: dict[str, Any] = {
     "gpu": "NVIDIA H100 80GB HBM3", "devices": 8, "mesh": {"data": 1, "expert": 8, "tensor": 1}, "rows": 4,
-    "capacity": 4096, "drafts": 3, "kernels": "triton", "bucket": 256, "steps": 8,
+    "capacity": 4096, "drafts": 3, "kernels": "auto", "bucket": 256, "steps": 8,
     "programs": {"ngram": {
         "positions": 4, "launches": {"per_step": 444, "in_branches": 48, "per_turn": 0, "per_position": 111.0,
                                        "by_group": {"dense": 300, "experts": 90, "kv": 33, "head": 1, "sampling": 20}},
@@ -49,7 +49,7 @@ def test_compiled_programs_are_shown_as_a_table(capsys: pytest.CaptureFixture, m
     asked = {}
     monkeypatch.setattr(process, "run", lambda entry, **arguments: asked.update(arguments) or COMPILED)
     assert main(["inspect", TINY, "--compiled", "--devices", "8", "--mesh", "expert=4,tensor=2"]) == 0
-    assert (asked["mesh"], asked["devices"], asked["kernels"]) == ({"expert": 4, "tensor": 2}, 8, "triton")
+    assert (asked["mesh"], asked["devices"], asked["kernels"]) == ({"expert": 4, "tensor": 2}, 8, "auto")
     shown = capsys.readouterr().out
     for words in ("8 x NVIDIA H100", "(expert 8)", "444", "32 / 2", "10.7 MB", "73.7 kB", "4 times in a branch"):
         assert words in shown
