@@ -11,6 +11,7 @@ MARKER = re.compile(r"^\s*(?:No thunks\.\s*)?(condition|body|\w*branch\w*):$")
 KERNEL = re.compile(r"^(\S+) grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+), \d+, \d+\]\s+shared_memory: (\d+)")
 IDENTITY = re.compile(r'profile_annotation: "([^"]*)"\s+thunk_id: (\d+)')
 SOURCE = re.compile(r'op_name="([^"]*)"')
+MOSAIC = re.compile(r"/(\w+)/mpmd_map$")  # how the source of a custom call ends that is a kernel of Mosaic GPU
 CONTROL = frozenset({
     "kWhile", "kConditional", "kCommandBuffer", "kSequential", "kDynamicSliceFusion", "kAsyncStart", "kAsyncDone",
     "kWaitForStreams",
@@ -227,6 +228,7 @@ class _Walk:
 def _launch(thunk: Thunk, run: Execution, graph: int | None, source: str) -> ListedLaunch:
     match = KERNEL.match(thunk.text)
     if not match:
-        return ListedLaunch(thunk.kind, thunk.kind, 0, 0, run, graph, source)
+        mosaic = MOSAIC.search(source) if thunk.kind == "kCustomCall" else None
+        return ListedLaunch(thunk.kind, mosaic[1] if mosaic else thunk.kind, 0, 0, run, graph, source)
     programs = int(match[2]) * int(match[3]) * int(match[4])
     return ListedLaunch(thunk.kind, match[1], programs, int(match[6]), run, graph, source)

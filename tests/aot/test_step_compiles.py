@@ -145,12 +145,9 @@ def test_a_prefill_writes_its_cache_in_place():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kernels", "launches", "attention", "each"),
-    # Mosaic's attention, which an H200 takes by itself, has pieces too, and XLA lays out what goes in and comes out.
-    [("triton", 1660, "verify_attention", 1), ("auto", 1910, "kCustomCall", 2)],
-)
-def test_eight_devices_compute_their_own_experts(kernels: str, launches: int, attention: str, each: int):
+# Around Mosaic's attention, which an H200 takes by itself, XLA lays out what goes in and what comes out.
+@pytest.mark.parametrize(("kernels", "launches"), [("triton", 1660), ("auto", 1910)])
+def test_eight_devices_compute_their_own_experts(kernels: str, launches: int):
     found = compiled("deepseek-v3", "mtp", gpu="h200", devices=8, kernels=kernels)
     sizes, graphs = found["bytes"], found["graphs"]
     assert sizes["arguments"] < 112e9, "of the 141e9 of one device"
@@ -160,8 +157,8 @@ def test_eight_devices_compute_their_own_experts(kernels: str, launches: int, at
     assert {name: kind["per_step"] for name, kind in found["collectives"].items()} == {"all-reduce": runs}
     for kernel in ("route", "experts_gate_up", "experts_down", "sort_rows"):
         assert found["kernels"][kernel] == runs
-    for kernel, times in (("latents_to_cache", 1), ("heads_dense", 2), (attention, each)):
-        assert found["kernels"][kernel] == times * (61 + 3)
+    for kernel, each in (("latents_to_cache", 1), ("heads_dense", 2), ("verify_attention", 1)):
+        assert found["kernels"][kernel] == each * (61 + 3)
     assert found["launches"]["per_step"] <= launches
     assert graphs["host_waits"] == 1
     assert {kernel: size for kernel, size in found["spills"].items() if kernel in found["shared_bytes"]} == {}
