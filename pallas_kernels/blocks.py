@@ -118,22 +118,13 @@ def listening(op: str) -> Iterator[list[tuple[Key, Any]]]:
         _listener.reset(token)
 
 
-_absent: ContextVar[str] = ContextVar("absent", default="")
-
-
-@contextmanager
-def on_card(kind: str) -> Iterator[None]:
-    """Makes look-ups those of a card that need not be here, while programs are traced (JAX traces none twice)."""
-    token = _absent.set(kind)
-    try:
-        yield
-    finally:
-        _absent.reset(token)
+on_card = jax.make_user_context("")
+"""``with on_card(kind):`` makes look-ups those of a card that need not be here; JAX traces programs anew for each."""
 
 
 def card() -> str:
     """Device kind of the GPU that programs are for: this process's by default; empty without one."""
-    return _absent.get() or _card_here()
+    return on_card.value or _card_here()
 
 
 @cache
