@@ -6,12 +6,16 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import tyro
 
 from jaxspec.cli.host_flags import HostFlags
 from jaxspec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxspec.train.settings import RunSettings
 
 LINES = ("warning", "memory", "loading")
 NEEDED = {"optax": "optax", "orbax": "orbax-checkpoint", "grain": "grain"}
@@ -48,11 +52,10 @@ def run(args: TrainArgs) -> int:
     from jaxspec.serve.compile_cache import use_compile_cache
     from jaxspec.serve.demo_pair import resolve_model
     from jaxspec.train.run import check, train, write_features
-    from jaxspec.train.settings import load_run_settings
 
     # Without a word of the user, JAX takes three quarters of a GPU, and the target of a head often needs more.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
-    settings = load_run_settings(args.config, args.set, args.out)
+    settings = _settings(args)
     target = resolve_model(settings.target)
     with args.hosts.together() as talks:
         use_compile_cache()
@@ -76,6 +79,19 @@ def run(args: TrainArgs) -> int:
         places = " and ".join(str(trained.run.directory / name) for name in kept)
         say(f"jaxspec: {trained.run.steps} updates done; the head is in {places}\n")
     return 0
+
+
+def _settings(args: TrainArgs) -> "RunSettings":
+    """Reads the settings; a head that comes with jaxspec may be trained further by its target's name."""
+    from jaxspec.serve.demo_pair import resolve_speculation
+    from jaxspec.train.settings import load_run_settings
+
+    settings = load_run_settings(args.config, args.set, args.out)
+    head = settings.head
+    known = resolve_speculation({"method": head.kind, "model": head.start})
+    if head.start is None or known is None:
+        return settings
+    return msgspec.structs.replace(settings, head=msgspec.structs.replace(head, start=known["model"]))
 
 
 def _nothing(said: object) -> None:

@@ -64,7 +64,7 @@ def _normalize(weight: Array, fallback: Array) -> Array:
 
 
 def _draw(prob_BV: Array, noise_BV: Array) -> Array:
-    return jnp.argmax(jnp.log(prob_BV) + noise_BV, axis=-1).astype(jnp.int32)
+    return row_argmax(jnp.log(prob_BV) + noise_BV)
 
 
 def live_prefix(live_BN: Array) -> Array:

@@ -21,7 +21,6 @@ from lab.upcycle.chats import asking
 from lab.upcycle.documents import number, python
 from lab.upcycle.measure_head import HELD_OUT
 from lab.upcycle.questions import FRAMES, about_code, ours
-from lab.upcycle.tokens import stream
 
 LONGEST = 224
 """Most tokens of a prompt."""
@@ -66,9 +65,17 @@ def chat_prompts(tokenizer: Tokenizer, count: int) -> list[list[int]]:
 
 
 def code_prompts(tokenizer: Tokenizer, count: int) -> list[list[int]]:
-    """Returns pieces of files."""
-    code = stream(tokenizer, python()["train"], 8_000_000)
-    return [code[i : i + CODE].tolist() for i in np.random.default_rng(1).integers(0, len(code) - CODE, count)]
+    """Returns pieces of files that begin with a line, longer files more often."""
+    texts = [document.text for document in sorted(python()["train"], key=lambda document: number(document.name))]
+    rng, sizes = np.random.default_rng(1), np.array([len(text) for text in texts], float)
+    prompts = []
+    for index in rng.choice(len(texts), 2 * count, p=sizes / sizes.sum()):
+        text = texts[index]
+        begin = text.find("\n", int(rng.integers(len(text)))) + 1
+        ids = tokenizer.encode(text[begin : begin + 8 * CODE], add_special_tokens=False).ids[:CODE]
+        if len(ids) == CODE:
+            prompts.append(ids)
+    return prompts[:count]
 
 
 def read_prompts(file: Path | None, chats: int, code: int) -> dict[str, list[list[int]]]:

@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -23,6 +24,17 @@ def test_a_draw_depends_on_nothing_else():
     for row, place in itertools.product(range(2), range(3)):
         alone = gumbel(SEEDS[row : row + 1], POSITIONS[row : row + 1, place : place + 1], Purpose.TARGET, 5)
         np.testing.assert_array_equal(np.asarray(alone)[0, 0], whole[row, place])
+
+
+def test_draws_are_those_of_jax():
+    seeds = jnp.asarray([[0, 1], [0xFFFFFFFF, 0x80000000]], jnp.uint32)
+    for purpose, width in itertools.product(Purpose, (1, 7, 1000)):
+        noise, coins = gumbel(seeds, POSITIONS, purpose, width), uniform(seeds, POSITIONS, purpose)
+        for row, place in itertools.product(range(2), range(3)):
+            key = jax.random.wrap_key_data(seeds[row], impl="threefry2x32")
+            key = jax.random.fold_in(jax.random.fold_in(key, POSITIONS[row, place]), int(purpose))
+            np.testing.assert_array_equal(noise[row, place], jax.random.gumbel(key, (width,), jnp.float32))
+            np.testing.assert_array_equal(coins[row, place], jax.random.uniform(key, (), jnp.float32))
 
 
 def test_nodes_of_a_step_toss_coins_that_no_other_step_tosses():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec.decode.state import init_sampling
-from jaxspec.nn.threshold import search_four_bits_at_once, search_one_by_one
+from jaxspec.nn.threshold import native, search_four_bits_at_once, search_one_by_one
 from jaxspec.protocol import Sampling
 from jaxspec.pytree import replace
 from jaxspec.verify.logits import truncate
@@ -69,16 +69,20 @@ def test_keeps_what_sorting_keeps(kind: str):
         np.testing.assert_array_equal(kept[row].view(np.uint32), wanted.view(np.uint32), err_msg=str(cut))
 
 
-def test_a_gpu_searches_to_the_same_cut():
+def test_all_searches_find_the_same():
     rng = np.random.default_rng(1)
-    order = rng.integers(-(2**31), 2**31, (2, 3, VOCAB), dtype=np.int64).astype(np.int32)
-    order[:, 1] //= 2**27  # ties
-    order[0, 2] //= 2**16
-    weight = rng.integers(0, 9, order.shape).astype(np.int32)
+    bits = rng.integers(-(2**31), 2**31, (2, 3, VOCAB), dtype=np.int64).astype(np.int32)
+    bits[:, 1] //= 2**27  # ties
+    bits[0, 2] //= 2**16
+    weight = rng.integers(0, 9, bits.shape).astype(np.int32)
     for least in (1, 60, 10**6):
-        given = jnp.asarray(order), jnp.asarray(weight), jnp.full((2, 3), least, jnp.int32)
-        one, four = (np.asarray(jax.jit(search)(*given)) for search in (search_one_by_one, search_four_bits_at_once))
-        np.testing.assert_array_equal(four, one)
+        given = jnp.asarray(bits.view(np.float32)), jnp.asarray(weight), jnp.full((2, 3), least, jnp.int32)
+        one, *others = (
+            np.asarray(jax.jit(search)(*given)).view(np.uint32)
+            for search in (search_one_by_one, search_four_bits_at_once, native)
+        )
+        for other in others:
+            np.testing.assert_array_equal(other, one)
 
 
 @pytest.mark.served
