@@ -7,7 +7,6 @@ from jax import lax
 
 from jaxspec.shapes import Array
 
-
 ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
 
 
@@ -29,8 +28,8 @@ def _keys(key_BX: Array, position_BT: Array, purpose: Purpose) -> tuple[Array, A
 def _threefry(first: Array, second: Array, number: Array) -> tuple[Array, Array]:
     """Encrypts numbers below 2^32 by keys of two words: Threefry-2x32 with 20 rounds (Salmon 2011), uint32.
 
-    On a CPU JAX walks through the rounds in a loop that copies all numbers; written out they are one kernel, three times
-    as fast. The bits are those of JAX.
+    The bits are JAX's, which on a CPU walks through the rounds in a loop that copies all numbers; written out they are
+    one kernel, three times as fast.
     """
     keys = first, second, first ^ second ^ jnp.uint32(0x1BD11BDA)
     y = number + second

@@ -48,7 +48,7 @@ class HeadSettings(Record, frozen=True):
       rope_theta: base of its rotary positions.
       block: of heads that draft blocks.
       start: directory of a head, of any format that ``jaxspec import`` reads, or of a draft model, that is trained
-        further; it says everything but the kind.
+        further, or ``demo`` or ``smollm2-moe`` for what comes with them; it says everything but the kind.
     """
 
     kind: Literal[

@@ -1,9 +1,12 @@
 """What a training says on standard error, piped and on a terminal."""
 
+from pathlib import Path
+
 import pytest
 
 from jaxspec.cli.progress import ShownTraining, acceptance_words, figures_of
-from jaxspec.cli.train import _print_facts
+from jaxspec.cli.train import TrainArgs, _print_facts, _settings
+from jaxspec.serve.demo_pair import demo_model_dir
 
 ENTRY = {
     "step": 10, "time_s": 3725.4, "learning_rate": 1.25e-4, "epoch": 0.5, "loss": 4.25, "accuracy_0": 0.5,
@@ -52,3 +55,13 @@ def test_facts_are_lines(capsys: pytest.CaptureFixture[str]):
     _print_facts({"warning": "few rows"})
     _print_facts({})
     assert capsys.readouterr().err == "jaxspec: rows 3, tokens 9\njaxspec: warning: few rows\n"
+
+
+@pytest.mark.parametrize("start", ["demo", "runs/mine/best"])
+def test_a_head_that_comes_with_jaxspec_is_trained_further_by_name(start: str, tmp_path: Path):
+    config = tmp_path / "further.toml"
+    lines = ('target = "demo"', 'out = "run"', f'head = {{ kind = "shared_expert", start = "{start}" }}')
+    config.write_text("\n".join([*lines, 'data = { train = ["texts.jsonl"] }', "train = { steps = 1 }"]))
+    head = _settings(TrainArgs(str(config))).head
+    assert head.kind == "shared_expert"
+    assert head.start == (str(demo_model_dir("head")) if start == "demo" else start)
