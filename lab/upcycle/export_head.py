@@ -35,7 +35,7 @@ def described(run: Path, head: Path) -> dict[str, Any]:
     """Returns what a run was, and its curve."""
     about = json.loads((head / "training.json").read_text())
     entries = [entry for entry in read_metrics(run) if entry["step"] <= about["step"]]
-    curve = [{name: round(entry[name], 4) for name in FIGURES if name in entry} for entry in entries]
+    curve = {name: [round(entry[name], 4) for entry in entries if name in entry] for name in FIGURES}
     return about | {"trained_positions": int(sum(entry["trained_tokens"] for entry in entries)), "curve": curve}
 
 
@@ -60,7 +60,7 @@ def main() -> None:
         "texts": "written by the mixture (lab/upcycle/train.py and write_own.py), chosen by head_texts.py",
         "runs": earlier + [described(run, head) for run, head in zip(args.runs, heads, strict=True)],
     }
-    (args.out / "provenance.json").write_text(json.dumps(about, indent=1) + "\n")
+    (args.out / "provenance.json").write_text(json.dumps(about) + "\n")
     print(args.out, (args.out / COMPACT).stat().st_size, "bytes")
 
 
