@@ -7,6 +7,7 @@ least times are closest to an idle one's.
 import argparse
 import itertools
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import numpy as np
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.decode.state import init_sampling
+from jaxspec.keys import Purpose, gumbel
 from jaxspec.native.packing import pack
 from jaxspec.native.product import product
 from jaxspec.nn.steady import softmax
@@ -92,14 +94,41 @@ def time_truncation(vocab: int) -> None:
     for (rows, nodes), (top_k, top_p) in itertools.product([(1, 1), (1, 4), (8, 4)], [(0, 0.9), (50, 1.0), (50, 0.9)]):
         x_BTV = 3 * jax.random.normal(jax.random.key(0), (rows, nodes, vocab))
         sampling = replace(init_sampling(rows, 1), top_k_B=jnp.full(rows, top_k), top_p_B=jnp.full(rows, top_p))
-        ways, times = {"sort": jax.jit(by_sorting), "search": jax.jit(truncate)}, {"sort": [], "search": []}
+        ways = {"sort": jax.jit(by_sorting), "search": jax.jit(truncate)}
         np.testing.assert_array_equal(*(way(x_BTV, sampling) for way in ways.values()))
-        for name, way in 10 * list(ways.items()):
-            began = time.process_time()
-            jax.block_until_ready(way(x_BTV, sampling))
-            times[name].append((time.process_time() - began) * 1e3)
-        words = ", ".join(f"{name} {min(ms):.2f} / {np.median(ms):.2f} ms" for name, ms in times.items())
-        print(f"{vocab} tokens, {rows} x {nodes}, top_k {top_k}, top_p {top_p}: {words}")
+        print(f"{vocab} tokens, {rows} x {nodes}, top_k {top_k}, top_p {top_p}: {in_turns(ways, (x_BTV, sampling))}")
+
+
+def jax_noise(key_BX: jax.Array, position_BT: jax.Array, width: int) -> jax.Array:
+    """Draws ``keys.gumbel``'s numbers by JAX."""
+
+    def draw(word: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(word, impl="threefry2x32")
+        return jax.random.gumbel(jax.random.fold_in(jax.random.fold_in(key, position), int(Purpose.TARGET)), (width,))
+
+    return jax.vmap(jax.vmap(draw, (None, 0)))(key_BX, position_BT)
+
+
+def time_noise(vocab: int) -> None:
+    """Prints least and median times of the noise that samples tokens, by JAX and ours, in turns."""
+    for rows, nodes in [(1, 1), (1, 4), (8, 1), (8, 4)]:
+        given = jax.random.key_data(jax.random.split(jax.random.key(0), rows)), jnp.zeros((rows, nodes), jnp.int32)
+        ways = {
+            "jax": jax.jit(lambda key, position: jax_noise(key, position, vocab)),
+            "ours": jax.jit(lambda key, position: gumbel(key, position, Purpose.TARGET, vocab)),
+        }
+        np.testing.assert_array_equal(*(way(*given) for way in ways.values()))
+        print(f"noise of {vocab} tokens, {rows} x {nodes}: {in_turns(ways, given)}")
+
+
+def in_turns(ways: dict[str, Any], given: tuple[Any, ...]) -> str:
+    """Returns least and median CPU times of each way, which take turns."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for name, way in 10 * list(ways.items()):
+        began = time.process_time()
+        jax.block_until_ready(way(*given))
+        times[name].append((time.process_time() - began) * 1e3)
+    return ", ".join(f"{name} {min(ms):.2f} / {np.median(ms):.2f} ms" for name, ms in times.items())
 
 
 def main() -> None:
@@ -111,10 +140,11 @@ def main() -> None:
     parser.add_argument("--kernels", nargs="+", default=["native", "xla"])
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--matrix", nargs=2, type=int, help="depth and columns of one matrix, instead of a model")
-    parser.add_argument("--truncation", type=int, help="tokens of a vocabulary that is truncated, instead of a model")
+    parser.add_argument("--sampling", type=int, help="tokens of a vocabulary that is sampled from, instead of a model")
     args = parser.parse_args()
-    if args.truncation:
-        time_truncation(args.truncation)
+    if args.sampling:
+        time_truncation(args.sampling)
+        time_noise(args.sampling)
         return
     if args.matrix:
         time_matrix(*args.matrix)
