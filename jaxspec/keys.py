@@ -28,8 +28,8 @@ def _keys(key_BX: Array, position_BT: Array, purpose: Purpose) -> tuple[Array, A
 def _threefry(first: Array, second: Array, number: Array) -> tuple[Array, Array]:
     """Encrypts numbers below 2^32 by keys of two words: Threefry-2x32 with 20 rounds (Salmon 2011), uint32.
 
-    The bits are JAX's, which on a CPU walks through the rounds in a loop that copies all numbers; written out they are
-    one kernel, three times as fast.
+    The bits are JAX's. On a CPU its rounds are a loop that copies all numbers; written out they are one kernel
+    (docs/kernels.md has times).
     """
     keys = first, second, first ^ second ^ jnp.uint32(0x1BD11BDA)
     y = number + second

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import tyro
+from msgspec.structs import replace
 
 from jaxspec.cli.host_flags import HostFlags
 from jaxspec.errors import ConfigError
@@ -88,10 +88,8 @@ def _settings(args: TrainArgs) -> "RunSettings":
 
     settings = load_run_settings(args.config, args.set, args.out)
     head = settings.head
-    known = resolve_speculation({"method": head.kind, "model": head.start})
-    if head.start is None or known is None:
-        return settings
-    return msgspec.structs.replace(settings, head=msgspec.structs.replace(head, start=known["model"]))
+    known = resolve_speculation({"method": head.kind, "model": head.start}) if head.start else None
+    return settings if known is None else replace(settings, head=replace(head, start=known["model"]))
 
 
 def _nothing(said: object) -> None:

@@ -117,9 +117,8 @@ static void product_piece(void *job, int piece) {
   Product *p = job;
   int at = piece / p->pieces_per_matrix, begin = piece % p->pieces_per_matrix * PANELS_PER_PIECE;
   const uint8_t *data = p->data + p->matrix[at] * p->matrix_bytes, *scale = p->scale + p->matrix[at] * p->matrix_scales;
-  // Rows stay in a core's cache for all panels of a piece.
-  for (int first = at ? p->last[at - 1] : 0, last = p->last[at]; first < last; first += ROWS_AT_ONCE)
-    for (int panel = begin; panel < begin + PANELS_PER_PIECE && panel < p->panels; panel++) {
+  for (int panel = begin; panel < begin + PANELS_PER_PIECE && panel < p->panels; panel++)
+    for (int first = at ? p->last[at - 1] : 0, last = p->last[at]; first < last; first += ROWS_AT_ONCE) {
       float *y[ROWS_AT_ONCE], edge[ROWS_AT_ONCE][PANEL];
       int left = p->columns - panel * PANEL, rows = last - first < ROWS_AT_ONCE ? last - first : ROWS_AT_ONCE;
       for (int m = 0; m < rows; m++) y[m] = left < PANEL ? edge[m] : p->y[first + m] + panel * PANEL;

@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-enum { FIRST = 11, SECOND = 11, THIRD = 10 };  // bits of each digit; a histogram of 2^11 weights stays in the first cache
+enum { MOST_BITS = 11 };  // of a digit: 2^11 weights stay in the first cache
 
 typedef struct {
   int width;
@@ -30,10 +30,10 @@ static void threshold_piece(void *job, int row) {
   const Threshold *t = job;
   const float *x = t->x + (size_t)row * t->width;
   const int32_t *weight = t->weight + (size_t)row * t->width;
-  const int bits[] = {FIRST, SECOND, THIRD};
+  const int bits[] = {MOST_BITS, MOST_BITS, 10};
   uint32_t left = (uint32_t)t->least[row], found = 0;
   for (int digit = 0, shift = 32; digit < 3; digit++) {
-    uint32_t sums[1 << FIRST] = {0};
+    uint32_t sums[1 << MOST_BITS] = {0};
     const int above = shift;  // those with the digits found so far, which are all for the first one
     shift -= bits[digit];
     for (int i = 0; i < t->width; i++) {
