@@ -103,7 +103,7 @@ if "--version" in sys.argv:
 asked = dict(zip(sys.argv[1:], sys.argv[2:]))
 assert (asked["--spec-type"], asked["--spec-draft-n-max"]) == ("ngram-simple", "3")
 assert (asked["-np"], asked["-c"], asked["-t"]) == ("2", "128", "1")
-assert (asked["--cache-type-k"], asked["--cache-type-v"]) == ("f32", "f32")
+assert (asked["-fa"], asked["--cache-type-k"], asked["--cache-type-v"]) == ("off", "f32", "f32")
 slots = threading.Semaphore(2)
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"

@@ -53,11 +53,11 @@ class LlamaCpp:
     def _arguments(self, wanted: dict[str, Any], options: dict[str, Any]) -> list[str]:
         context, k = wanted["capacity"] * wanted["rows"], wanted["k"]
         words = ["-m", options["gguf"], "--host", "127.0.0.1", "--port", self._port, "-c", context]
-        words += ["-np", wanted["rows"], "-t", 1, "-tb", 1, "-fa", "on", "--cache-ram", 0]
+        words += ["-np", wanted["rows"], "-t", 1, "-tb", 1, "--cache-ram", 0]
         words += ["--no-warmup", "--no-webui", "--offline"]
-        # Its caches are float16 by default: as many bytes as bfloat16, but too coarse to give float32's tokens.
-        cache = {"float32": "f32", "bfloat16": "f16"}[wanted["dtype"]]
-        words += ["--cache-type-k", cache, "--cache-type-v", cache]
+        # Its caches are float16 by default, and so is a part of its flash attention: too coarse to give float32's tokens.
+        cache, flash = {"float32": ("f32", "off"), "bfloat16": ("f16", "on")}[wanted["dtype"]]
+        words += ["-fa", flash, "--cache-type-k", cache, "--cache-type-v", cache]
         if wanted["mode"] == "ngram-simple":
             words += ["--spec-type", "ngram-simple", "--spec-draft-n-max", k, "--spec-ngram-simple-size-n", 3]
             words += ["--spec-ngram-simple-size-m", k]
