@@ -59,17 +59,23 @@ def within_step(anchor_B: Array, rank_BT: Array) -> Array:
     return anchor_B[:, None] + rank_BT * (1 << 24)
 
 
-def gumbel(key_BX: Array, position_BT: Array, purpose: Purpose, width: int) -> Array:
-    """Draws standard Gumbel noise for the token at each position, float32 [B, T, width].
+def gumbel(key_BX: Array, position_BT: Array, purpose: Purpose, tokens: int | Array) -> Array:
+    """Draws standard Gumbel noise of tokens for each position, float32 [B, T, V].
 
     The argmax of log-probabilities plus this noise is a sample of them (Gumbel-max); the same position gets the
     same noise in drafting and in verification, which makes a good draft agree with the target even when sampling.
-    The numbers are those of ``jax.random.gumbel`` with these keys.
+    A token's number does not depend on which others get one: that of token v is the v-th of ``jax.random.gumbel``.
+
+    Args:
+      key_BX: both words of each row's key.
+      position_BT: of the token that is drawn.
+      purpose: of the draw.
+      tokens: ids of the tokens [V]; a number stands for all below it.
     """
     first_BT, second_BT = _keys(key_BX, position_BT, purpose)
-    number = jnp.arange(width, dtype=jnp.uint32)
+    number = jnp.arange(tokens) if isinstance(tokens, int) else tokens
     tiny = jnp.finfo(jnp.float32).tiny
-    below_1 = _below_1(*_threefry(first_BT[..., None], second_BT[..., None], number))
+    below_1 = _below_1(*_threefry(first_BT[..., None], second_BT[..., None], number.astype(jnp.uint32)))
     return -jnp.log(-jnp.log(jnp.maximum(below_1 + tiny, tiny)))
 
 

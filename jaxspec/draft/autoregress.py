@@ -8,6 +8,7 @@ from jax import lax
 
 from jaxspec.cache.window import Window
 from jaxspec.draft.draft_selection import DraftSelection, empty_selection, select_next
+from jaxspec.draft.draft_vocab import DraftVocab, expand_to_target_vocab
 from jaxspec.draft.growth import growth_of, take
 from jaxspec.draft.network_drafter import CachedDrafter, NetworkDrafter
 from jaxspec.keys import Purpose, gumbel, within_step
@@ -106,10 +107,21 @@ def scores(drafter: NetworkDrafter, last_BTD: Array, anchor: Anchor, depth_T: Ar
         purpose, key_BT = Purpose.DRAFT, within_step(anchor.length_B, jnp.broadcast_to(depth_T[None], key_BT.shape))
 
     def noisy(score: Array) -> Array:
-        noise = gumbel(anchor.sampling.key_BX, key_BT, purpose, score.shape[-1])
-        return jnp.where(warm_B, score + noise, score)
+        return jnp.where(warm_B, score + _noise(drafter.vocab, (anchor.sampling.key_BX, key_BT, purpose), score), score)
 
     return score, lax.cond(jnp.any(warm_B), noisy, lambda x: x, score)
+
+
+def _noise(vocab: DraftVocab | None, keys: tuple[Array, Array, Purpose], score_BTV: Array) -> Array:
+    """Draws the noise of every token; on a CPU, where it takes a part of a draft's time, of those drafted alone."""
+
+    def of_all() -> Array:
+        return gumbel(*keys, score_BTV.shape[-1])
+
+    def of_drafted() -> Array:
+        return of_all() if vocab is None else expand_to_target_vocab(gumbel(*keys, vocab.token_W), vocab)
+
+    return lax.platform_dependent(cpu=of_drafted, default=of_all)
 
 
 def _biased(logits_BTV: Array, anchor: Anchor) -> Array:

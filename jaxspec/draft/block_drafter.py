@@ -9,9 +9,9 @@ from jax import lax
 from jaxspec.cache.addressing import init_layer
 from jaxspec.cache.window import Window
 from jaxspec.draft.autoregress import Root, draft
+from jaxspec.draft.draft_vocab import DraftVocab, expand_to_target_vocab
 from jaxspec.draft.network_drafter import CachedDrafter
 from jaxspec.draft.parallel import draft_from
-from jaxspec.draft.vocab_map import expand_to_target_vocab
 from jaxspec.models.apply import apply
 from jaxspec.models.block_head import BlockHead
 from jaxspec.models.caches import Layout
@@ -64,14 +64,13 @@ class BlockDrafter(CachedDrafter):
 
     Attributes:
       base: the target's parameters, whose embedding and head are used where it has none of its own.
-      draft_id_V: draft id of each token, W for tokens that the head does not know; None where it knows all.
       net: the head.
       target: the target's network.
     """
 
     params: Params
     base: Params
-    draft_id_V: Array | None
+    vocab: DraftVocab | None
     net: BlockHead = static()
     target: Transformer = static()
     topology: AnyTopology = static()
@@ -123,7 +122,7 @@ class BlockDrafter(CachedDrafter):
         logits_BKW = self._unary(last_BKD)
         every_B = jnp.ones(anchor.token_B.shape, bool)
         if not self.net.spec.follows:
-            draws: Any = Draws(expand_to_target_vocab(logits_BKW, self.draft_id_V))
+            draws: Any = Draws(expand_to_target_vocab(logits_BKW, self.vocab))
             return draft_from(self, draws, anchor, rule, every_B), state
         rows = self._rows(last_BKD, logits_BKW, anchor)
         token_B1, rank = anchor.token_B[:, None], self.net.spec.markov_rank
@@ -187,7 +186,7 @@ class BlockDrafter(CachedDrafter):
         if spec.confidence != "none":
             confidence = jax.nn.sigmoid(apply(self.net, self.params, last, e, method="confidence"))
         if rows.candidate_BKX is None:
-            return Draws(expand_to_target_vocab(logits, self.draft_id_V), confidence), state
+            return Draws(expand_to_target_vocab(logits, self.vocab), confidence), state
         candidate = here(rows.candidate_BKX)
         context = apply(self.net, self.params, token_BT, last, method="context")
         logits = logits + apply(self.net, self.params, context, candidate, method="candidate_scores")

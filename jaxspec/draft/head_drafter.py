@@ -8,12 +8,12 @@ from jax import lax
 from jaxspec.cache.window import Window
 from jaxspec.draft.autoregress import Root, draft
 from jaxspec.draft.block_drafter import BlockDrafter
+from jaxspec.draft.draft_vocab import DraftVocab, expand_to_target_vocab, make_draft_vocab
 from jaxspec.draft.last_hidden import last_index, scatter_last
 from jaxspec.draft.medusa_drafter import MedusaDrafter
 from jaxspec.draft.mtp_drafter import MtpHeads
 from jaxspec.draft.network_drafter import CachedDrafter
 from jaxspec.draft.parallel import draft_from
-from jaxspec.draft.vocab_map import expand_to_target_vocab, target_to_draft
 from jaxspec.models.apply import apply
 from jaxspec.models.block_head import BlockHead
 from jaxspec.models.caches import Layout, init_layer_caches, unstacked
@@ -54,14 +54,13 @@ class HeadDrafter(CachedDrafter):
 
     Attributes:
       base: the target's parameters, whose embedding and head are used where it has none of its own.
-      draft_id_V: draft id of each token, W for tokens that the head does not know; None where it knows all.
       net: the head.
       target: the target's network.
     """
 
     params: Params
     base: Params
-    draft_id_V: Array | None
+    vocab: DraftVocab | None
     net: DraftHead = static()
     target: Transformer = static()
     topology: AnyTopology = static()
@@ -120,7 +119,7 @@ class HeadDrafter(CachedDrafter):
     def logits(self, last_BTD: Array) -> Array:
         if not self.net.spec.draft_vocab:
             return head(self.target, self.base, last_BTD)
-        return expand_to_target_vocab(apply(self.net, self.params, last_BTD, method="logits"), self.draft_id_V)
+        return expand_to_target_vocab(apply(self.net, self.params, last_BTD, method="logits"), self.vocab)
 
     def experts(self, last_BTD: Array) -> Array | None:
         spec = self.net.spec
@@ -165,9 +164,9 @@ def head_drafter(
     net, params = target
     if isinstance(head.net, Mtp):
         return MtpHeads(head.params, params, head.net, net, topology, block)
-    draft_id_V = None if head.ids_W is None else jnp.asarray(target_to_draft(head.ids_W, net.arch.vocab_size))
+    vocab = make_draft_vocab(head.ids_W, net.arch.vocab_size)
     if isinstance(head.net, Medusa):
-        return MedusaDrafter(head.params, params, draft_id_V, head.net, net, topology)
+        return MedusaDrafter(head.params, params, vocab, head.net, net, topology)
     if isinstance(head.net, BlockHead):
-        return BlockDrafter(head.params, params, draft_id_V, head.net, net, topology, block)
-    return HeadDrafter(head.params, params, draft_id_V, head.net, net, topology, block)
+        return BlockDrafter(head.params, params, vocab, head.net, net, topology, block)
+    return HeadDrafter(head.params, params, vocab, head.net, net, topology, block)

@@ -4,10 +4,10 @@ from typing import Self
 
 import jax.numpy as jnp
 
+from jaxspec.draft.draft_vocab import DraftVocab, expand_to_target_vocab
 from jaxspec.draft.last_hidden import gather_last, scatter_last
 from jaxspec.draft.network_drafter import NetworkDrafter
 from jaxspec.draft.parallel import draft_from
-from jaxspec.draft.vocab_map import expand_to_target_vocab
 from jaxspec.models.apply import apply
 from jaxspec.models.medusa import Medusa
 from jaxspec.models.transformer import Transformer, head
@@ -23,14 +23,13 @@ class MedusaDrafter(NetworkDrafter):
 
     Attributes:
       base: the target's parameters, whose head is used where they have none of their own.
-      draft_id_V: draft id of each token, W for tokens that the heads do not know; None where they know all.
       net: the heads.
       target: the target's network.
     """
 
     params: Params
     base: Params
-    draft_id_V: Array | None
+    vocab: DraftVocab | None
     net: Medusa = static()
     target: Transformer = static()
     topology: AnyTopology = static()
@@ -53,5 +52,5 @@ class MedusaDrafter(NetworkDrafter):
     def logits(self, last_BTD: Array) -> Array:
         spec = self.net.spec
         if spec.draft_vocab:
-            return expand_to_target_vocab(last_BTD, self.draft_id_V)
+            return expand_to_target_vocab(last_BTD, self.vocab)
         return head(self.target, self.base, last_BTD)

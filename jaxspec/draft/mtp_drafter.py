@@ -77,6 +77,7 @@ class MtpHeads(CachedDrafter):
     target: Transformer = static()
     topology: AnyTopology = static()
     block: int = static(default=128)
+    vocab = None
     needs = "hidden"
 
     @property

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxspec.cache.addressing import CacheSize
 from jaxspec.cache.window import Window
+from jaxspec.draft.draft_vocab import DraftVocab
 from jaxspec.errors import ConfigError
 from jaxspec.native.packing import Packed, pack_like
 from jaxspec.protocol import Commit, Drafter
@@ -20,9 +21,11 @@ class NetworkDrafter(Drafter):
 
     Attributes:
       params: its parameters.
+      vocab: the tokens that it can draft, None for all.
     """
 
     params: Params
+    vocab: DraftVocab | None
 
     @abstractmethod
     def logits(self, last_BTD: Array) -> Array:

@@ -31,6 +31,7 @@ class SmallLm(CachedDrafter):
     topology: Topology | DynamicTree = static()
     block: int = static(default=128)
     target_vocab: int = static(default=0)
+    vocab = None
     prefix_refusal = ""
     needs = "tokens"
 

@@ -1,7 +1,8 @@
 """Measures the mixture's draft head as the engine serves it, on chats and Python that nothing was trained on.
 
-Run ``python -m lab.upcycle.measure_head [--head DIR] [--out FILE]``. Every text is compared with that of plain decoding
-of the same request; it exits with 1 if any differs. Prompts of Python are cut out of the packages installed here.
+Run ``python -m lab.upcycle.measure_head [--head DIR [--method KIND]] [--out FILE]``. Every text is compared with that
+of plain decoding of the same request; it exits with 1 if any differs. Prompts of Python are cut out of the packages
+installed here.
 """
 
 import argparse
@@ -67,6 +68,7 @@ def main() -> int:
     """Reads the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--head", default=MODEL, help="directory, or the one that ships")
+    parser.add_argument("--method", default="eagle3", help="kind of head")
     parser.add_argument("--prompts", type=int, default=32, help="of each kind")
     parser.add_argument("--tokens", type=int, default=96, help="most that follow a prompt")
     parser.add_argument("--lengths", type=int, nargs="+", default=(3, 5))
@@ -86,7 +88,7 @@ def main() -> int:
     expected = {cell: answers(plain, *cell) for cell in asked}
     rows = []
     for length in args.lengths:
-        head = {"method": "eagle3", "model": args.head, "num_speculative_tokens": length}
+        head = {"method": args.method, "model": args.head, "num_speculative_tokens": length}
         llm = LLM(plain.model, speculative_config=head, **{k: v for k, v in engine.items() if k != "dtype"})
         for kind, heat in asked:
             about = {"kind": kind, "drafts": length, "temperature": heat}

@@ -37,6 +37,12 @@ def test_draws_are_those_of_jax():
             np.testing.assert_array_equal(coins[row, place], jax.random.uniform(key, (), jnp.float32))
 
 
+def test_noise_of_some_tokens_is_what_they_have_among_all():
+    some = jnp.asarray([49151, 0, 77], jnp.int32)
+    every = gumbel(SEEDS, POSITIONS, Purpose.TARGET, 49152)
+    np.testing.assert_array_equal(gumbel(SEEDS, POSITIONS, Purpose.TARGET, some), every[..., some])
+
+
 def test_nodes_of_a_step_toss_coins_that_no_other_step_tosses():
     anchors, ranks = jnp.arange(0, 131072, 8191), jnp.arange(64)[None].repeat(17, 0)
     assert anchors.size == len(ranks)

@@ -1,10 +1,20 @@
-"""The draft vocabulary: the most frequent tokens, written as ids, offsets and mask, and wrong ones refused."""
+"""The draft vocabulary: the most frequent tokens, as ids, offsets and mask, wrong ones refused; noise of its tokens."""
 
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.decode.state import init_sampling
+from jaxspec.draft.autoregress import scores
+from jaxspec.draft.draft_vocab import expand_to_target_vocab, make_draft_vocab
 from jaxspec.errors import ConfigError
+from jaxspec.keys import Purpose, gumbel
 from jaxspec.models.vocab import check_ids, choose_ids, coverage, from_d2t, to_d2t, to_t2d
+from jaxspec.protocol import Anchor
+from jaxspec.pytree import replace
 
 COUNTS = np.array([0, 5, 2, 0, 9, 2, 1])
 
@@ -58,3 +68,18 @@ def test_ids_taken_for_offsets_are_noticed():
         from_d2t(np.array([1, 4, 5, 6]), 7)
     with pytest.raises(ConfigError, match="at least one id is needed, got float32"):
         check_ids(np.ones(3, np.float32), 7)
+
+
+def test_sampled_drafts_are_ranked_with_the_targets_own_noise():
+    vocab = make_draft_vocab(np.array([1, 4, 6]), 7)
+    logits_BTV = expand_to_target_vocab(jnp.asarray([[[0.5, 2.0, -1.0]], [[1.0, 0.0, 3.0]]]), vocab)
+    assert np.isneginf(np.asarray(logits_BTV)[..., [0, 2, 3, 5]]).all()
+    key_BX = jnp.asarray([[1, 2], [3, 4]], jnp.uint32)
+    sampling = replace(init_sampling(2, 1), temperature_B=jnp.asarray([0.5, 0.0]), key_BX=key_BX)
+    length_B = jnp.asarray([3, 9], jnp.int32)
+    anchor = Anchor(length_B, length_B, jnp.zeros((2, 1), jnp.int32), sampling)
+    drafter: Any = SimpleNamespace(vocab=vocab, logits=lambda last: last)
+    score, noisy = scores(drafter, logits_BTV, anchor, jnp.asarray([2], jnp.int32), "match")
+    noise = gumbel(key_BX, length_B[:, None] + 2, Purpose.TARGET, 7)
+    np.testing.assert_array_equal(score[0], logits_BTV[0] / 0.5)
+    np.testing.assert_array_equal(noisy, [logits_BTV[0] / 0.5 + noise[0], logits_BTV[1]])

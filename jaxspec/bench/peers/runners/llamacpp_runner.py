@@ -55,7 +55,7 @@ class LlamaCpp:
         words = ["-m", options["gguf"], "--host", "127.0.0.1", "--port", self._port, "-c", context]
         words += ["-np", wanted["rows"], "-t", 1, "-tb", 1, "--cache-ram", 0]
         words += ["--no-warmup", "--no-webui", "--offline"]
-        # Its caches are float16 by default, and so is a part of its flash attention: too coarse to give float32's tokens.
+        # Its caches are float16 by default, so is a part of its flash attention: too coarse to give float32's tokens.
         cache, flash = {"float32": ("f32", "off"), "bfloat16": ("f16", "on")}[wanted["dtype"]]
         words += ["-fa", flash, "--cache-type-k", cache, "--cache-type-v", cache]
         if wanted["mode"] == "ngram-simple":
