@@ -88,7 +88,7 @@ void share(int pieces, Piece *run, void *job) {
 
 // ---- product: rows times the matrices that they chose ----
 
-enum { PANELS_PER_PIECE = 4, ROWS_AT_ONCE = 96 };
+enum { PANELS_PER_PIECE = 4 };
 typedef struct {
   Weight w;
   const uint8_t *data, *scale;
@@ -122,9 +122,9 @@ static void product_piece(void *job, int piece) {
       float *y[ROWS_AT_ONCE], edge[ROWS_AT_ONCE][PANEL];
       int left = p->columns - panel * PANEL, rows = last - first < ROWS_AT_ONCE ? last - first : ROWS_AT_ONCE;
       for (int m = 0; m < rows; m++) y[m] = left < PANEL ? edge[m] : p->y[first + m] + panel * PANEL;
-      const uint8_t *numbers = data + panel * panel_bytes(&p->w);
-      if (p->matrix_unit) matrix_tile(&p->w, numbers, p->x[first], y, rows);
-      else tile(&p->w, numbers, scale + panel * panel_scales(&p->w), p->x + first, y, rows);
+      const uint8_t *numbers = data + panel * panel_bytes(&p->w), *scales = scale + panel * panel_scales(&p->w);
+      if (p->matrix_unit) matrix_tile(&p->w, numbers, scales, p->x[first], y, rows);
+      else tile(&p->w, numbers, scales, p->x + first, y, rows);
       for (int m = 0; p->bias && m < rows; m++) add_bias(p, y[m], (size_t)p->matrix[at] * p->columns + panel * PANEL, left);
       for (int m = 0; p->together && m < rows; m++)
         for (int n = 0; n < PANEL; n++) y[m][n] *= p->weight[first + m];
@@ -161,7 +161,7 @@ XLA_FFI_Error *jaxspec_product(XLA_FFI_CallFrame *frame) {
 
   int rounds = !p.w.wide, narrow = rounds && NARROW_ROWS, copy = rounds || p.w.depth != width;
   p.w.wide = !narrow;
-  p.matrix_unit = has_matrix_unit() && narrow && p.w.kind == BF16;
+  p.matrix_unit = narrow && matrix_unit_takes(&p.w);
   int sorted = p.matrix_unit && !all_choose;
   size_t row_bytes = (size_t)p.w.depth * (narrow ? 2 : 4);
   size_t part_bytes = p.together ? (size_t)routed * (p.columns + 1) * sizeof(float) : 0;

@@ -33,7 +33,14 @@ static inline size_t panel_scales(const Weight *w) {  // bytes
 // Multiplies rows with one panel: y[m][0..32) = x[m] times the panel.
 typedef void Tile(const Weight *w, const void *panel, const void *scale, const void *const *x, float *const *y, int rows);
 
-// The same by the CPU's matrix unit, if these kernels are compiled for one: bfloat16 rows one after the other.
-int has_matrix_unit(void);
-void matrix_tile(const Weight *w, const uint8_t *panel, const uint8_t *x, float *const *y, int rows);
+// The same by the CPU's matrix unit, if these kernels are compiled for one and it takes such weights: bfloat16 rows one
+// after the other, ROWS_AT_ONCE at most.
+enum { ROWS_AT_ONCE = 96 };
+int matrix_unit_takes(const Weight *w);
+void matrix_tile(const Weight *w, const uint8_t *panel, const void *scale, const uint8_t *x, float *const *y, int rows);
+
+// What it needs of tile.c: ``count`` depths of quantized numbers as pairs of bfloat16, times their scales if these are
+// powers of two; and sums of a group times its other scales, added to y after the first group.
+void widen_depths(const Weight *w, const uint8_t *panel, const uint8_t *scale, int from, int count, uint32_t (*restrict pairs)[PANEL]);
+void add_scaled(const Weight *w, const void *scale, int group, const float *sums, float *y);
 #endif

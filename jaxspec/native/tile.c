@@ -69,18 +69,19 @@ INLINE Depths weights(const enum Kind kind, const uint8_t *panel, int k, int at)
 }
 
 #ifdef __AVX512BW__
-// bfloat16 numbers by their codes: magnitudes of e4m3, and e2m1 twice, so that the code beside it does no harm.
-static uint16_t e4m3[128] __attribute__((aligned(64))), e2m1[32] __attribute__((aligned(64)));
+// bfloat16 numbers by their codes: e4m3 without exponent, and e2m1 twice, so that the code beside it does no harm.
+static uint16_t e4m3[32] __attribute__((aligned(64))), e2m1[32] __attribute__((aligned(64)));
 __attribute__((constructor)) static void at_load(void) {
-  for (uint32_t code = 0; code < 128; code++) e4m3[code] = (uint16_t)(from_e4m3((words){code})[0] >> 16);
+  for (uint32_t code = 0; code < 8; code++) e4m3[code] = (uint16_t)(from_e4m3((words){code})[0] >> 16);
   for (uint32_t code = 0; code < 32; code++) e2m1[code] = (uint16_t)(from_e2m1((words){code & 15})[0] >> 16);
 }
 
-INLINE __m512i look_up(const enum Kind kind, __m512i code) {
-  const __m512i *t = (const __m512i *)e4m3;
+INLINE __m512i from_codes(const enum Kind kind, __m512i code) {
   if (kind == FP4) return _mm512_permutexvar_epi16(code, *(const __m512i *)e2m1);
-  __m512i low = _mm512_permutex2var_epi16(t[0], code, t[1]), high = _mm512_permutex2var_epi16(t[2], code, t[3]);
-  __m512i size = _mm512_mask_blend_epi16(_mm512_test_epi16_mask(code, _mm512_set1_epi16(64)), low, high);
+  __m512i magnitude = _mm512_and_si512(code, _mm512_set1_epi16(0x7f));
+  __m512i size = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(120 << 7));
+  __mmask32 small = _mm512_cmplt_epi16_mask(magnitude, _mm512_set1_epi16(8));
+  size = _mm512_mask_permutexvar_epi16(size, small, code, *(const __m512i *)e4m3);
   return _mm512_ternarylogic_epi32(size, _mm512_slli_epi16(code, 8), _mm512_set1_epi16((short)0x8000), 0xf8);
 }
 
@@ -93,7 +94,7 @@ INLINE void weight_pairs(const enum Kind kind, const uint8_t *panel, int k, word
     const __m512i pairs = _mm512_add_epi32(_mm512_mullo_epi32(step, _mm512_set1_epi32(0x10001)), _mm512_set1_epi32(32 << 16));
     const uint8_t *p = panel + (size_t)k * PANEL * (kind == FP4 ? 1 : 2);
     __m512i first = codes(p), second = kind == FP4 ? _mm512_srli_epi16(first, 4) : codes(p + PANEL);
-    __m512i even = look_up(kind, first), odd = look_up(kind, second);
+    __m512i even = from_codes(kind, first), odd = from_codes(kind, second);
     pair[0] = (words)_mm512_permutex2var_epi16(even, pairs, odd);
     pair[1] = (words)_mm512_permutex2var_epi16(even, _mm512_add_epi16(pairs, _mm512_set1_epi16(16)), odd);
     return;
@@ -108,12 +109,6 @@ INLINE void weight_pairs(const enum Kind kind, const uint8_t *panel, int k, word
 }
 #endif
 
-// Two depths added to sums.
-INLINE floats add_two(floats acc, Depths w, const float *x) {
-  acc += (floats)w.odd * x[1];
-  return acc + (floats)w.even * x[0];
-}
-
 INLINE floats scale_at(const Weight *w, const void *scale, size_t group, int column) {
   size_t at = group * PANEL + column;
   if (w->exponent_scales) return (floats)(widen_bytes((const uint8_t *)scale + at) << 23);
@@ -124,6 +119,67 @@ enum { AHEAD = 4096, STEP = 64 };  // bytes; depths, after which the next column
 INLINE void ask(const enum Kind kind, const uint8_t *panel, int k) {  // for what is read soon
   const int bytes = kind == FP4 ? PANEL : kind == BF16 || kind == F32 ? PANEL * 4 : PANEL * 2;
   for (int i = 0; i < bytes; i += 64) __builtin_prefetch(panel + (size_t)k * bytes + AHEAD + i, 0, 3);
+}
+
+#ifdef __AMX_BF16__
+// Pairs of bfloat16 times powers of two, one for each column. What is too small becomes zero, too large not a number.
+INLINE __m512i times_powers(__m512i pair, __m512i exponent) {
+  const __m512i sign = _mm512_set1_epi16((short)0x8000);
+  __m512i size = _mm512_andnot_si512(sign, pair), scaled = _mm512_max_epi16(_mm512_adds_epi16(size, exponent), _mm512_setzero_si512());
+  scaled = _mm512_maskz_mov_epi16(_mm512_test_epi16_mask(size, size), scaled);
+  return _mm512_ternarylogic_epi32(scaled, pair, sign, 0xf8);
+}
+
+// The exponents of columns' scales, as they are added to each half of a pair.
+INLINE __m512i exponents_of(const uint8_t *scale) {
+  __m512i one = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)scale));
+  one = _mm512_slli_epi32(_mm512_sub_epi32(one, _mm512_set1_epi32(127)), 7);
+  return _mm512_mask_blend_epi16(0xaaaaaaaa, one, _mm512_slli_epi32(one, 16));
+}
+
+INLINE void widen_kind(const enum Kind kind, const int powers, const Weight *w, const uint8_t *panel, const uint8_t *scale, int from,
+                       int count, uint32_t (*restrict pairs)[PANEL]) {
+  __m512i low = _mm512_setzero_si512(), high = low;
+  for (int k = 0; k < count / 2; k++) {
+    const int depth = from + 2 * k;
+    if (powers && (!k || depth % w->group == 0)) {
+      const uint8_t *here = scale + (size_t)(depth / w->group) * PANEL;
+      low = exponents_of(here), high = exponents_of(here + 16);
+    }
+    words pair[2];
+    ask(kind, panel, depth / 2);
+    weight_pairs(kind, panel, depth / 2, pair);
+    _mm512_store_si512(pairs[k], powers ? times_powers((__m512i)pair[0], low) : (__m512i)pair[0]);
+    _mm512_store_si512(pairs[k] + 16, powers ? times_powers((__m512i)pair[1], high) : (__m512i)pair[1]);
+  }
+}
+
+void widen_depths(const Weight *w, const uint8_t *panel, const uint8_t *scale, int from, int count, uint32_t (*restrict pairs)[PANEL]) {
+#define WIDEN(kind) \
+  case kind: \
+    if (w->exponent_scales) widen_kind(kind, 1, w, panel, scale, from, count, pairs); \
+    else widen_kind(kind, 0, w, panel, scale, from, count, pairs); \
+    return;
+  switch (w->kind) {
+    WIDEN(INT8) WIDEN(FP8) WIDEN(FP4)
+    default: return;  // the unit takes bfloat16 as it is
+  }
+}
+
+void add_scaled(const Weight *w, const void *scale, int group, const float *sums, float *y) {
+  for (int n = 0; n < PANEL; n += LANES) {
+    floats *out = (floats *)(y + n), part = *(const floats *)(sums + n) * scale_at(w, scale, (size_t)group, n);
+    ROUND_HERE(part);
+    if (group) part += *out;
+    *out = part;
+  }
+}
+#endif
+
+// Two depths added to sums.
+INLINE floats add_two(floats acc, Depths w, const float *x) {
+  acc += (floats)w.odd * x[1];
+  return acc + (floats)w.even * x[0];
 }
 
 #define EACH_ROW _Pragma("GCC unroll 12") for (int m = 0; m < rows; m++)

@@ -4,6 +4,7 @@ import ctypes
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from jaxspec.nn.experts import run_packed
 from jaxspec.nn.router import Routing
 from pallas_kernels.case import Case
 from pallas_kernels.few_rows_dense.cases import CASES as DENSE
-from pallas_kernels.quantized import Quantized, widen
+from pallas_kernels.quantized import Quantized, exponent, widen
 from pallas_kernels.routed_experts.cases import CASES as EXPERTS
 from pallas_kernels.weight_cases import abstract_weight, random_weight
 
@@ -136,8 +137,8 @@ def computed_by(handle: ctypes.CDLL, name: str, monkeypatch: pytest.MonkeyPatch,
 
 
 def orders(form: str) -> list[str]:
-    """Sets of instructions that add in one order: the matrix unit has its own for bfloat16."""
-    return [name for name in instructions() if name != "amx" or form != "bfloat16"]
+    """Sets of instructions that add in one order: the matrix unit has its own."""
+    return [name for name in instructions() if name != "amx" or form == "float32"]
 
 
 @pytest.mark.parametrize(("form", "name"), [(form, name) for form in FORMS for name in orders(form)[1:]])
@@ -151,20 +152,53 @@ def test_every_set_of_instructions_gives_the_same_bits(name: str, form: str, mon
     np.testing.assert_array_equal(found, best)
 
 
+def by_blocks_of_32(x_MK: np.ndarray, w_KN: np.ndarray) -> np.ndarray:
+    """Computes products as the matrix unit does: even and odd depths apart, 32 at a time."""
+    products_KMN = x_MK.T[:, :, None] * w_KN[:, None]  # exact
+    total = np.zeros(products_KMN.shape[1:], np.float32)
+    for block in range(0, len(w_KN), 32):
+        some = products_KMN[block : block + 32]
+        parts = np.zeros((2, *total.shape), np.float32)
+        for k, product_MN in enumerate(some):
+            parts[k % 2] += product_MN
+        total += parts[0] + parts[1]
+    return total
+
+
 @pytest.mark.parametrize("depth", [8, 32, 96, 110])
 def test_the_matrix_unit_adds_even_and_odd_depths_of_32_apart(depth: int):
     if kernels().instructions != "amx":
         pytest.skip("this CPU has no matrix unit")
     w = jax.random.normal(jax.random.key(1), (depth, COLUMNS), jnp.bfloat16)
     x_MD = np.asarray(rows_of(19, depth).astype(jnp.bfloat16), np.float32)
-    products_DMN = x_MD.T[:, :, None] * np.asarray(w, np.float32)[:, None]  # exact
+    np.testing.assert_array_equal(np.asarray(product(x_MD, pack(w))), by_blocks_of_32(x_MD, np.asarray(w, np.float32)))
+
+
+@pytest.mark.parametrize(
+    ("form", "block", "depth"),
+    [
+        ("int8", 128, 416),
+        ("int8", 1100, 1100),
+        ("fp8", 128, 160),
+        ("fp8", 128, 96),
+        ("mxfp4", 32, 64),
+        ("mxfp4", 32, 1056),
+    ],
+)
+def test_the_matrix_unit_sums_each_group_by_itself(form: str, block: int, depth: int):
+    if kernels().instructions != "amx":
+        pytest.skip("this CPU has no matrix unit")
+    w = random_weight(jax.random.key(1), abstract_weight(form, (), (depth, COLUMNS), block))
+    assert isinstance(w, Quantized)
+    packed, x_MD = pack(w), np.asarray(rows_of(19, depth).astype(jnp.bfloat16), np.float32)
+    numbers = np.asarray(replace(w, scale=jnp.full_like(w.scale, 127 if form == "mxfp4" else 1)).widen(jnp.float32))
+    scale_PG = exponent(packed.scale) if form == "mxfp4" else packed.scale
+    scale_GN = np.moveaxis(np.asarray(scale_PG), 0, 1).reshape(-1, packed.data.shape[0] * 32)[:, :COLUMNS]
     total = np.zeros((19, COLUMNS), np.float32)
-    for block in range(0, depth, 32):
-        parts = np.zeros((2, 19, COLUMNS), np.float32)
-        for k in range(block, min(block + 32, depth)):
-            parts[k % 2] += products_DMN[k]
-        total += parts[0] + parts[1]
-    np.testing.assert_array_equal(np.asarray(product(x_MD, pack(w))), total)
+    for group, scale_N in enumerate(scale_GN):
+        own = slice(group * packed.group, (group + 1) * packed.group)
+        total = by_blocks_of_32(x_MD[:, own], numbers[own]) * scale_N + total
+    np.testing.assert_array_equal(np.asarray(product(x_MD, packed)), total)
 
 
 def seconds(compute: Callable[..., Any], *arguments: Any) -> float:
