@@ -19,7 +19,7 @@
 #define X_REST 5
 #define W_LOW_REST 6
 #define W_HIGH_REST 7
-enum { ROWS = 16, DEPTHS = 32, REQUEST_PERMISSION = 0x1023, TILE_DATA = 18, AHEAD = 4096, WIDENED = 512, FEWEST = 128 };
+enum { ROWS = 16, DEPTHS = UNIT_DEPTHS, REQUEST_PERMISSION = 0x1023, TILE_DATA = 18, AHEAD = 4096, WIDENED = 512, FEWEST = 128 };
 
 typedef struct {
   uint8_t palette, start, zero[14];
@@ -76,12 +76,17 @@ static void add_depths(const uint8_t *pairs, int depth, const uint8_t *x, size_t
 }
 
 int matrix_unit_takes(const Weight *w) {
-  const int apart = !w->exponent_scales && w->group < w->depth;  // sums of few depths take longer than they save
-  return w->kind == BF16 || (w->kind != F32 && (!apart || (w->group % DEPTHS == 0 && w->group >= FEWEST)));
+  if (w->kind == BF16 || w->kind == F32) return w->kind == BF16;
+  if (w->group >= w->depth) return 1;
+  return w->group % DEPTHS == 0 && (w->exponent_scales || w->group >= FEWEST);  // a sum apart of few takes longer than it saves
 }
 
 void matrix_tile(const Weight *w, const uint8_t *panel, const void *scale, const uint8_t *x, float *const *y, int rows) {
   const size_t row_bytes = (size_t)w->depth * 2;
+  if (w->kind != BF16 && rows <= FEW_ROWS) {
+    few_rows(w, panel, scale, x, y, rows);
+    return;
+  }
   const int apart = w->kind != BF16 && !w->exponent_scales, step = apart ? w->group : w->depth;
   float sums[ROWS_AT_ONCE][PANEL];
   uint32_t pairs[WIDENED / 2][PANEL] __attribute__((aligned(64)));

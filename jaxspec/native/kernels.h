@@ -43,4 +43,7 @@ void matrix_tile(const Weight *w, const uint8_t *panel, const void *scale, const
 // powers of two; and sums of a group times its other scales, added to y after the first group.
 void widen_depths(const Weight *w, const uint8_t *panel, const uint8_t *scale, int from, int count, uint32_t (*restrict pairs)[PANEL]);
 void add_scaled(const Weight *w, const void *scale, int group, const float *sums, float *y);
+// The unit's bits, for few rows of quantized numbers.
+enum { FEW_ROWS = 2, UNIT_DEPTHS = 32 };
+void few_rows(const Weight *w, const uint8_t *panel, const uint8_t *scale, const uint8_t *x, float *const *y, int rows);
 #endif

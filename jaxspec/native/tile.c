@@ -13,7 +13,9 @@ typedef uint8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias))
 typedef int8_t chars __attribute__((vector_size(LANES), aligned(1), may_alias));
 
 INLINE words widen_bytes(const uint8_t *p) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX512F__)
+  return (words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+#elif defined(__AVX2__)
   return (words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
 #else
   return __builtin_convertvector(*(const bytes *)p, words);
@@ -41,7 +43,10 @@ INLINE words from_e4m3(words b) {
 
 // e2m1 as the bits of float32: the lowest four of each number, whatever lies above.
 INLINE words from_e2m1(words b) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX512F__)
+  const __m512 numbers = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
+  return (words)_mm512_permutexvar_ps((__m512i)b, numbers);
+#elif defined(__AVX2__)
   const __m256i magnitudes = _mm256_setr_epi32(0, 0x3f000000, 0x3f800000, 0x3fc00000, 0x40000000, 0x40400000, 0x40800000, 0x40c00000);
   return (words)_mm256_permutevar8x32_epi32(magnitudes, (__m256i)b) | (b << 28 & 0x80000000u);
 #else
@@ -172,6 +177,60 @@ void add_scaled(const Weight *w, const void *scale, int group, const float *sums
     ROUND_HERE(part);
     if (group) part += *out;
     *out = part;
+  }
+}
+
+// Rows so few that widening for the unit takes longer than their products: in its order, without it.
+INLINE void few_rows_of(const int rows, const enum Kind kind, const int powers, const Weight *w, const uint8_t *panel,
+                        const uint8_t *scale, const uint8_t *x, float *const *y) {
+  const size_t row_bytes = (size_t)w->depth * 2;
+  const int step = powers ? w->depth : w->group;
+  for (int begin = 0; begin < w->depth; begin += step) {
+    const int end = begin + step < w->depth ? begin + step : w->depth;
+    floats total[FEW_ROWS][2] = {0};
+    for (int from = begin; from < end; from += UNIT_DEPTHS) {
+      floats even[FEW_ROWS][2] = {0}, odd[FEW_ROWS][2] = {0};
+      for (int k = from / 2; k < (from + UNIT_DEPTHS < end ? from + UNIT_DEPTHS : end) / 2; k++) {
+        Depths two[2];
+        ask(kind, panel, k);
+        if (kind != FP8) two[0] = weights(kind, panel, k, 0), two[1] = weights(kind, panel, k, 16);
+        else {
+          words pair[2];
+          weight_pairs(kind, panel, k, pair);
+          for (int v = 0; v < 2; v++) two[v] = (Depths){pair[v] << 16, pair[v] & 0xffff0000u};
+        }
+        for (int m = 0; m < rows; m++) {
+          uint32_t both;
+          memcpy(&both, x + m * row_bytes + k * 4, 4);
+          const words all = (words){0} + both;
+          for (int v = 0; v < 2; v++) {
+            even[m][v] += (floats)two[v].even * (floats)(all << 16);
+            odd[m][v] += (floats)two[v].odd * (floats)(all & 0xffff0000u);
+          }
+        }
+      }
+      for (int v = 0; v < 2; v++) {
+        const floats power = powers ? scale_at(w, scale, from / w->group, v * 16) : (floats){0};
+        for (int m = 0; m < rows; m++) total[m][v] += powers ? (even[m][v] + odd[m][v]) * power : even[m][v] + odd[m][v];
+      }
+    }
+    for (int m = 0; m < rows; m++) {
+      if (powers) memcpy(y[m], total[m], sizeof total[m]);
+      else add_scaled(w, scale, begin / step, (const float *)total[m], y[m]);
+    }
+  }
+}
+
+void few_rows(const Weight *w, const uint8_t *panel, const uint8_t *scale, const uint8_t *x, float *const *y, int rows) {
+#define FEW_OF(n, kind, powers) if (rows == n) few_rows_of(n, kind, powers, w, panel, scale, x, y);
+#define FEW(kind, powers) FEW_OF(1, kind, powers) FEW_OF(2, kind, powers)
+#define FEW_CASE(kind) \
+  case kind: \
+    if (w->exponent_scales) { FEW(kind, 1) } else { FEW(kind, 0) } \
+    return;
+  switch (w->kind) {
+    FEW_CASE(INT8) FEW_CASE(FP8) FEW_CASE(FP4)
+    default: return;
   }
 }
 #endif

@@ -35,8 +35,10 @@ def tiny(cases: tuple[Case, ...]) -> list[Any]:
     return [pytest.param(case, id=case.name) for case in cases if case.size == "tiny"]
 
 
-def weight_of(form: str, lead: tuple[int, ...] = (), shape: tuple[int, ...] = (DEPTH, COLUMNS)) -> Packed:
-    return pack(random_weight(jax.random.key(1), abstract_weight(form, lead, shape, 32)), lead=len(lead))
+def weight_of(
+    form: str, lead: tuple[int, ...] = (), shape: tuple[int, ...] = (DEPTH, COLUMNS), block: int = 32
+) -> Packed:
+    return pack(random_weight(jax.random.key(1), abstract_weight(form, lead, shape, block)), lead=len(lead))
 
 
 def rows_of(count: int, depth: int = DEPTH) -> jax.Array:
@@ -75,9 +77,12 @@ def test_experts_equal_their_references(case: Case):
     assert_close(out, jax.jit(case.call("xla"))(*arguments), case.tolerance)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_row_does_not_depend_on_how_many_there_are(form: str):
-    w, x_MD = weight_of(form), rows_of(130)
+@pytest.mark.parametrize(
+    ("form", "depth", "block"),
+    [*((form, DEPTH, 32) for form in FORMS), ("int8", 320, 128), ("int8", 110, 128), ("fp8", 1100, 2048)],
+)
+def test_a_row_does_not_depend_on_how_many_there_are(form: str, depth: int, block: int):
+    w, x_MD = weight_of(form, (), (depth, COLUMNS), block), rows_of(130, depth)
     every = bits(product(x_MD, w))
     for first, count in ((0, 1), (7, 2), (3, 3), (0, 12), (50, 31)):
         np.testing.assert_array_equal(bits(product(x_MD[first : first + count], w)), every[first : first + count])
