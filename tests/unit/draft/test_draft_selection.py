@@ -162,6 +162,7 @@ class Side:
     """Predicts every depth at once, from nothing but the depth; the last axis of what it reads are the logits."""
 
     topology: Topology
+    vocab = None
 
     def logits(self, last_BTD):
         return last_BTD
