@@ -127,7 +127,8 @@ INLINE void ask(const enum Kind kind, const uint8_t *panel, int k) {  // for wha
 }
 
 #ifdef __AMX_BF16__
-// Pairs of bfloat16 times powers of two, one for each column. What is too small becomes zero, too large not a number.
+// Pairs of bfloat16 times powers of two, one for each column. What bfloat16 cannot hold (scales below 2^-125) becomes zero, or
+// not a number (above 2^125); few_rows keeps some of these.
 INLINE __m512i times_powers(__m512i pair, __m512i exponent) {
   const __m512i sign = _mm512_set1_epi16((short)0x8000);
   __m512i size = _mm512_andnot_si512(sign, pair), scaled = _mm512_max_epi16(_mm512_adds_epi16(size, exponent), _mm512_setzero_si512());

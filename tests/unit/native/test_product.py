@@ -21,7 +21,7 @@ from jaxspec.nn.experts import run_packed
 from jaxspec.nn.router import Routing
 from pallas_kernels.case import Case
 from pallas_kernels.few_rows_dense.cases import CASES as DENSE
-from pallas_kernels.quantized import Quantized, exponent, widen
+from pallas_kernels.quantized import Format, Quantized, abstract_quantized, widen
 from pallas_kernels.routed_experts.cases import CASES as EXPERTS
 from pallas_kernels.weight_cases import abstract_weight, random_weight
 
@@ -79,7 +79,7 @@ def test_experts_equal_their_references(case: Case):
 
 @pytest.mark.parametrize(
     ("form", "depth", "block"),
-    [*((form, DEPTH, 32) for form in FORMS), ("int8", 320, 128), ("int8", 110, 128), ("fp8", 1100, 2048)],
+    [*((form, DEPTH, 32) for form in FORMS), ("int8", 1100, 0), ("fp8", 320, 128), ("mxfp8", 160, 64)],
 )
 def test_a_row_does_not_depend_on_how_many_there_are(form: str, depth: int, block: int):
     w, x_MD = weight_of(form, (), (depth, COLUMNS), block), rows_of(130, depth)
@@ -179,31 +179,35 @@ def test_the_matrix_unit_adds_even_and_odd_depths_of_32_apart(depth: int):
     np.testing.assert_array_equal(np.asarray(product(x_MD, pack(w))), by_blocks_of_32(x_MD, np.asarray(w, np.float32)))
 
 
-@pytest.mark.parametrize(
-    ("form", "block", "depth"),
-    [
-        ("int8", 128, 416),
-        ("int8", 1100, 1100),
-        ("fp8", 128, 160),
-        ("fp8", 128, 96),
-        ("mxfp4", 32, 64),
-        ("mxfp4", 32, 1056),
-    ],
-)
-def test_the_matrix_unit_sums_each_group_by_itself(form: str, block: int, depth: int):
+GROUPS = {
+    "one scale for each column": (Format("int8", (1100, 1)), 1100),
+    "int8, 128 depths": (Format("int8", (128, 1)), 416),
+    "fp8, blocks of 128": (Format("fp8", (128, 128)), 160),
+    "fp8, powers of two": (Format("fp8", (64, 64), exponent_scales=True), 160),
+    "fp4, powers of two": (Format("fp4", (32, 1), True, -2), 1056),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_the_matrix_unit_multiplies_quantized_numbers(name: str):
     if kernels().instructions != "amx":
         pytest.skip("this CPU has no matrix unit")
-    w = random_weight(jax.random.key(1), abstract_weight(form, (), (depth, COLUMNS), block))
+    how, depth = GROUPS[name]
+    w = random_weight(jax.random.key(1), abstract_quantized((depth, COLUMNS), how))
     assert isinstance(w, Quantized)
     packed, x_MD = pack(w), np.asarray(rows_of(19, depth).astype(jnp.bfloat16), np.float32)
-    numbers = np.asarray(replace(w, scale=jnp.full_like(w.scale, 127 if form == "mxfp4" else 1)).widen(jnp.float32))
-    scale_PG = exponent(packed.scale) if form == "mxfp4" else packed.scale
-    scale_GN = np.moveaxis(np.asarray(scale_PG), 0, 1).reshape(-1, packed.data.shape[0] * 32)[:, :COLUMNS]
     total = np.zeros((19, COLUMNS), np.float32)
-    for group, scale_N in enumerate(scale_GN):
-        own = slice(group * packed.group, (group + 1) * packed.group)
-        total = by_blocks_of_32(x_MD[:, own], numbers[own]) * scale_N + total
-    np.testing.assert_array_equal(np.asarray(product(x_MD, packed)), total)
+    if how.exponent_scales:  # a part of the numbers
+        total = by_blocks_of_32(x_MD, np.asarray(w.widen(jnp.float32)))
+    else:
+        numbers = np.asarray(replace(w, scale=jnp.ones_like(w.scale)).widen(jnp.float32))
+        scale_GN = np.moveaxis(np.asarray(packed.scale), 0, 1).reshape(-1, packed.data.shape[0] * 32)[:, :COLUMNS]
+        assert len(scale_GN) == -(-depth // how.blocks[0])
+        for group, scale_N in enumerate(scale_GN):
+            own = slice(group * packed.group, (group + 1) * packed.group)
+            total = by_blocks_of_32(x_MD[:, own], numbers[own]) * scale_N + total
+    for rows in (1, 2, 3, 19):  # the first two without the unit
+        np.testing.assert_array_equal(np.asarray(product(x_MD[:rows], packed)), total[:rows])
 
 
 def seconds(compute: Callable[..., Any], *arguments: Any) -> float:
