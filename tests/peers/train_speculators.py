@@ -32,8 +32,7 @@ def load(directory: Path, head: str) -> Any:
     model = Eagle3DraftModel.from_pretrained(directory / "head", config=config, dtype=torch.float32)
     # A file without an embedding leaves it at zero there: the loader takes only what is not a number for missing.
     model._load_verifier_weights(overwrite_embed_tokens=True)
-    # What the target predicts is given, as everything that it computes is.
-    model.verifier_norm = model.verifier_lm_head = torch.nn.Identity()
+    model.verifier_norm = torch.nn.Identity()  # the target's last hidden states are given, normalized
     model.lm_head.weight.requires_grad_(head == "trained")
     return model.train()
 
@@ -42,12 +41,12 @@ def batches(directory: Path, form: str) -> list[list[dict[str, Any]]]:
     """Per update the calls of the model: token i + 1 beside feature i, as its own loader shifts them."""
     given: Any = {name: torch.from_numpy(array) for name, array in np.load(directory / "lessons.npz").items()}
     found = []
-    for feature, token, wanted in zip(given["feature"], given["token"].long(), given["wanted"], strict=True):
+    for feature, token, last in zip(given["feature"], given["token"].long(), given["last"], strict=True):
         rows, slots = token.shape[0], token.shape[1] - 1
         loss = torch.ones(rows, slots, dtype=torch.bool)
         loss[:, -1] = False  # after the last token comes nothing to learn
         shifted = {
-            "hidden_states": feature[:, :-1], "input_ids": token[:, 1:], "verifier_last_hidden_states": wanted[:, 1:],
+            "hidden_states": feature[:, :-1], "input_ids": token[:, 1:], "verifier_last_hidden_states": last[:, 1:],
             "loss_mask": loss, "position_ids": torch.arange(1, slots + 1).repeat(rows, 1),
             "document_ids": torch.arange(rows)[:, None].repeat(1, slots),
         }  # fmt: skip
@@ -85,7 +84,8 @@ def main(place: str, form: str, head: str) -> None:
         for _ in range(int(line)):
             calls, total = lessons[done % len(lessons)], 0.0
             for call in calls:
-                _, loss, metrics = model(**call, **given)
+                with torch.autocast("cpu", torch.bfloat16, enabled=s["dtype"] == "bfloat16"):
+                    _, loss, metrics = model(**call, **given)
                 (loss / len(calls)).backward()
                 total += per_first(metrics, int(call["loss_mask"].sum()), s["rounds"]) / len(calls)
             torch.nn.utils.clip_grad_norm_(trained, s["clip"])

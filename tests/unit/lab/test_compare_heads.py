@@ -1,80 +1,59 @@
-"""The comparison of heads: equal sizes, and a table of what the seeds found."""
+"""The comparison of heads: settings, equal sizes, and a table of what was measured."""
 
-import argparse
 import json
-import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from jaxspec.checkpoint.load.model import load_model
-from jaxspec.decode.state import Target
+from jaxspec.checkpoint.load.model import read_config
 from jaxspec.models.catalog import arch_of
-from jaxspec.nn.policy import make_policy, policy_for
-from jaxspec.serve.demo_pair import demo_model_dir
+from jaxspec.nn.policy import make_policy
+from jaxspec.serve.demo_pair import resolve_model
 from jaxspec.train.head_nets import net_of
-from tests.unit.serve.tiny_model import write_tiny_model
+from lab.compare_heads import HEADS, ratio, settings_of, table
 
-LAB = Path(__file__).resolve().parents[3] / "lab"
-EXACT = make_policy("float32")
-
-
-@pytest.fixture
-def scripts(monkeypatch: pytest.MonkeyPatch):
-    """The scripts import one another by name."""
-    monkeypatch.syspath_prepend(str(LAB))
-    import compare_heads
-    import compare_table
-
-    yield compare_heads, compare_table
-    for name in ("compare_heads", "compare_table"):
-        sys.modules.pop(name, None)
+LOOKED_UP = ("head_DW", "markov_in_VR", "selector")
 
 
-def test_heads_are_about_equally_large(scripts):
-    compare_heads, _ = scripts
-    config = json.loads((demo_model_dir("target") / "config.json").read_text())
-    arch = arch_of(config)
-    args = argparse.Namespace(
-        out=Path("run"), seed=0, train="a.jsonl", held_out="b.jsonl", steps=10, rate=1e-3, prompts=2
-    )
-    for name in compare_heads.HEADS:
-        settings = compare_heads.settings_of(name, args)
-        net = net_of(settings.head, arch, config, EXACT)
-        shapes = jax.eval_shape(lambda net=net: net.initial(jax.random.key(0)))
-        size = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(shapes))
-        assert 0.22e6 < size < 0.26e6, f"{name}: {size}"
+@pytest.mark.parametrize("kind", HEADS)
+def test_heads_are_about_equally_large(kind: str, tmp_path: Path):
+    settings = settings_of(kind, tmp_path, seed=3, steps=7)
+    assert (settings.train.steps, settings.head.kind) == (7, kind)
+    assert (settings.features.cache is None) == (settings.head.taps == "default")
+    config = read_config(resolve_model(settings.target))
+    net = net_of(settings.head, arch_of(config), config, make_policy("float32"))
+    shapes = jax.tree_util.tree_leaves_with_path(jax.eval_shape(lambda: net.initial(jax.random.key(0))))
+    trained = [x.shape for path, x in shapes if not any(name in jax.tree_util.keystr(path) for name in LOOKED_UP)]
+    assert 5.2e6 < sum(map(np.prod, trained)) < 6.0e6
 
 
-def test_the_table_has_means_and_intervals(scripts, tmp_path: Path):
-    _, compare_table = scripts
-    for seed, length in enumerate((2.0, 2.2, 2.4)):
-        figures = {f"k{k}/t{t}/acceptance_length": length + k / 10 for k in (3, 5) for t in (0, 1)}
-        figures |= {f"k5/t0/accepted_at_{i}": 0.5**i for i in range(1, 6)}
-        figures |= {f"{w}_recall_{d}": 0.25 for w in ("routing", "previous") for d in (1, 4)} if seed < 9 else {}
-        record = {"steps": 7, "tokens_per_step": 2048, "seed": seed, "heads": {"ours": {"parameters": 2e6, **figures}}}
-        (tmp_path / f"seed{seed}.json").write_text(json.dumps(record))
-    text = compare_table.table(tmp_path)
-    assert text.startswith("3 seeds, 7 steps of 2048 tokens")
-    assert (
-        "| ours | 2.00 M | 2.50 ± 0.50 | 2.70 ± 0.50 | 2.50 ± 0.50 | 2.70 ± 0.50 | 0.50 0.25 0.12 0.06 0.03 |" in text
-    )
-    assert "| ours | 0.25 ± 0.00 | 0.25 ± 0.00 | 0.25 ± 0.00 | 0.25 ± 0.00 |" in text
-    (tmp_path / "costs.json").write_text(json.dumps({"heads": {"ours": {"draft_cost": 0.4}}}))
-    assert "| 2.70 ± 0.50 | 0.40 | 0.50 0.25 0.12 0.06 0.03 |" in compare_table.table(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"no seed\*\.json"):
-        compare_table.table(tmp_path / "empty")
+def measured(lengths: list[int]) -> str:
+    passes = [[10 * tokens, 10] for tokens in lengths]
+    rows = [{"drafts": k, "temperature": t, "passes": passes} for k in (3, 7) for t in (0.0, 1.0)]
+    return json.dumps(rows)
 
 
-def test_drafting_takes_its_share_of_a_plain_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.syspath_prepend(str(LAB))
-    import compare_cost
+def test_the_table_compares_on_the_same_requests(tmp_path: Path):
+    for name, lengths in (("eagle3-3", [2, 2, 3, 3]), ("dflash-3", [4, 4, 6, 6])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "measured.json").write_text(measured(lengths))
+    points = [
+        {"rows": 1, "length": k, "context": c, "step_s": s, "draft_s": d}
+        for k, s, d, c in ((0, 2.0, 0.0, 128), (3, 3.0, 1.0, 130), (0, 9.0, 0.0, 900), (3, 9.0, 8.0, 900))
+    ]
+    (tmp_path / "dflash-3" / "cost.json").write_text(json.dumps({"points": points}))
+    title, _, dflash, eagle3 = table(tmp_path).splitlines()
+    assert title.startswith("| head | K = 3, T = 0 | K = 7, T = 0 | K = 3, T = 1 | K = 7, T = 1 |")
+    assert dflash == f"| dflash-3 |{' 5.00 (2.00, 2.00 to 2.00) |' * 4} 1x3 0.50 | 1x3 1.50 |"
+    assert eagle3 == f"| eagle3-3 |{' 2.50 |' * 4}  |  |"
+    with pytest.raises(FileNotFoundError, match=r"no \*/measured\.json"):
+        table(tmp_path / "empty")
 
-    model = load_model(write_tiny_model(tmp_path / "tiny"), policy_for("bfloat16", "cpu"))
-    target = Target(model.params, model.net, compare_cost.BLOCK)
-    draft = compare_cost.drafter_of(tmp_path / "tiny", model, model.net.policy)
-    step_s, drafting_s = compare_cost.plain(target), compare_cost.drafting(target, draft)
-    ratio = np.median([drafting_s() / step_s() for _ in range(9)])
-    assert ratio > 0.5, "six passes of the same model: no draft is left out"
+
+def test_an_interval_covers_no_difference_where_requests_disagree():
+    one, other = np.array([[30, 10], [10, 10]] * 20), np.array([[10, 10], [30, 10]] * 20)
+    middle, low, high = ratio(one, other)
+    assert middle == 1
+    assert 0.5 < low < 0.9 < 1.1 < high < 2
