@@ -105,7 +105,8 @@ def table(directory: Path) -> str:
     measured = {file.parent.name: json.loads(file.read_text()) for file in sorted(directory.glob("*/measured.json"))}
     if not measured:
         raise FileNotFoundError(f"{directory}: no */measured.json; measure a head first")
-    cells = sorted({(row["temperature"], row["drafts"]) for rows in measured.values() for row in rows})
+    grids = [{(row["temperature"], row["drafts"]) for row in rows} for rows in measured.values()]
+    cells = sorted(set.intersection(*grids))
     titles = ["head", *(f"K = {length}, T = {heat:g}" for heat, length in cells), *COSTS]
     lines = [_line(*titles), _line(*["---"] * len(titles))]
     for name, rows in measured.items():

@@ -201,8 +201,8 @@ def _rounds(work: UpdateWork, rows: int, *, remat: bool) -> int:
     count, slots = (o.rounds, float(o.rounds)) if isinstance(work.net, DraftHead | Mtp) else (1, 1.0)
     if isinstance(work.net, DraftHead) and work.net.spec.mask_token is not None:
         slots = 1 + sum(o.counts(t)) / t
-    scores = 5 if isinstance(work.net, Transformer) else 2  # a softmax's, and rounds' before they are divided
-    layers = [_kept_floats(layer, arch.model_dim, t, count, scores) for layer in trained]
+    kept = 5 if isinstance(work.net, Transformer) else 2  # of a softmax, and of rounds that are divided at their end
+    layers = [_kept_floats(layer, arch.model_dim, count, 0 if t > BLOCK else kept * t) for layer in trained]
     inputs = 6 * arch.model_dim
     each = inputs + (sum(_cached_floats(layer) for layer in trained) if remat else sum(layers))
     once = sum(layers) if remat else 0
@@ -224,9 +224,7 @@ def _blocks(work: UpdateWork, spec: BlockSpec, rows: int, *, remat: bool) -> int
     count, drafts, dim = rows * blocks * spec.block_size, rows * blocks * spec.drafts, spec.arch.model_dim
     attention = max(6 * _score_bytes(layer, rows, work.length + spec.block_size) for layer in spec.arch.layers)
     kept = attention if blocks * spec.block_size <= BLOCK else 0
-    layers = sum(
-        _kept_floats(layer, dim, BLOCK + 1, 1, 0) + 8 * dim * (spec.conv_taps > 0) for layer in spec.arch.layers
-    )
+    layers = sum(_kept_floats(layer, dim, 1, 0) + 8 * dim * (spec.conv_taps > 0) for layer in spec.arch.layers)
     text = rows * work.length * (6 * dim + sum(2 * _cached_floats(layer) for layer in spec.arch.layers))
     read = dim + 2 * spec.markov_rank + spec.selector_rank + work.arch.model_dim
     some = default_positions(rows, blocks * spec.drafts, work.arch.vocab_size, work.width, 1)
@@ -284,16 +282,15 @@ def _widths(layer: LayerSpec, dim: int) -> tuple[int, int, int]:
     return hidden, mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
 
 
-def _kept_floats(layer: LayerSpec, dim: int, length: int, rounds: int, scores: int) -> int:
-    """Numbers per slot that the gradient of one layer of one round reads, so many of them for each score."""
+def _kept_floats(layer: LayerSpec, dim: int, rounds: int, scores: int) -> int:
+    """Numbers per slot that the gradient of one layer of one round reads, of each head's scores so many."""
     mixer = layer.attention
     inner = (mixer.heads + mixer.kv_heads) * mixer.head_dim * 2 if isinstance(mixer, AttentionSpec) else 6 * dim
     if isinstance(mixer, LatentSpec):  # queries before and after their product with the keys' weights, and values
         inner = mixer.heads * (mixer.plain_dim + 3 * (mixer.rank + mixer.rope.dim) + mixer.rank + 2 * mixer.value_dim)
     heads = mixer.heads if isinstance(mixer, AttentionSpec) else _heads(layer)
-    all_scores = 0 if length > BLOCK else scores * heads * length
     routed = isinstance(layer.ffn, MoeSpec)  # in blocks that are not full
-    return 8 * dim + inner + all_scores + (8 if routed else 4) * _hidden(layer, dim) + rounds * heads
+    return 8 * dim + inner + scores * heads + (8 if routed else 4) * _hidden(layer, dim) + rounds * heads
 
 
 def _cached_floats(layer: LayerSpec) -> int:

@@ -18,7 +18,6 @@ from lab.upcycle.documents import number, python
 from lab.upcycle.questions import ours
 
 MODEL, PROMPT, HELD_OUT = "smollm2-moe", 160, 12
-HUMAN_EVAL = 164  # problems
 
 
 def chats(llm: LLM, count: int) -> list[list[int]]:
@@ -87,10 +86,9 @@ def main() -> int:
     plain = LLM(MODEL, **engine)
     prompts = {"chat": chats(plain, args.prompts), "python": code(plain, args.prompts)}
     if args.human_eval:
-        texts = [row["prompt"] for row in human_eval(args.human_eval)[:: max(1, HUMAN_EVAL // args.prompts)]][
-            : args.prompts
-        ]
-        prompts["human-eval"] = [plain.get_tokenizer().encode(text) for text in texts]
+        problems = human_eval(args.human_eval)
+        some = problems[:: max(1, len(problems) // args.prompts)][: args.prompts]
+        prompts["human-eval"] = [plain.get_tokenizer().encode(problem["prompt"]) for problem in some]
     asked = [(kind, heat) for kind in prompts for heat in args.temperatures]
 
     def answers(llm: LLM, kind: str, heat: float) -> list[RequestOutput]:
