@@ -7,7 +7,10 @@ least times are closest to an idle one's.
 import argparse
 import itertools
 import time
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +19,9 @@ import numpy as np
 from jaxspec import LLM, SamplingParams
 from jaxspec.decode.state import init_sampling
 from jaxspec.keys import Purpose, gumbel
-from jaxspec.native.packing import pack
-from jaxspec.native.product import product
+from jaxspec.native import product as native
+from jaxspec.native.build import library
+from jaxspec.native.packing import Packed, pack
 from jaxspec.nn.steady import softmax
 from jaxspec.protocol import Sampling
 from jaxspec.pytree import replace
@@ -25,7 +29,7 @@ from jaxspec.verify.logits import BANNED, truncate
 from pallas_kernels.weight_cases import abstract_weight, random_weight
 
 PROMPTS = ("def fibonacci(n):\n    ", "import numpy as np\n\n", "class Stack:\n    def __init__(self):\n", "Once upon")
-STEPS, DISPATCHES, DRAFTS = 8, 8, 5
+STEPS, DISPATCHES, DRAFTS, TURNS = 8, 8, 5, 20
 
 
 def build(kernels: str, rows: int, drafts: int, quantization: str) -> LLM:
@@ -63,19 +67,32 @@ def times_ms(llm: LLM, topology) -> list[float]:
     return times
 
 
-def time_matrix(depth: int, columns: int) -> None:
-    """Prints the least times of one matrix in every format, times some rows."""
-    run = jax.jit(product)
+def time_matrix(depth: int, columns: int, other: Path | None) -> None:
+    """Prints times of one matrix in every format times some rows, in turns with another checkout's kernels if given."""
+    ways = {"here": jax.jit(partial(product_by, "jaxspec_product"))}
+    if other is not None:
+        handle = library("", other / "jaxspec" / "native").handle
+        assert handle is not None, "these kernels are compiled as ours are"
+        jax.ffi.register_ffi_target("other_product", jax.ffi.pycapsule(handle.jaxspec_product), platform="cpu")
+        ways["there"] = jax.jit(partial(product_by, "other_product"))
     for form in ("bfloat16", "int8", "fp8", "mxfp4", "float32"):
-        w, words = pack(random_weight(jax.random.key(1), abstract_weight(form, (), (depth, columns)))), []
-        for rows in (1, 2, 4, 8, 48):
-            x, times = jnp.ones((rows, depth), jnp.float32), []
-            for _ in range(16):
-                began = time.process_time()
-                jax.block_until_ready(run(x, w))
-                times.append(time.process_time() - began)
-            words.append(f"{rows} rows {min(times) * 1e3:.2f} ms")
-        print(f"{form}, {w.data.nbytes / 1e6:.0f} MB: {', '.join(words)}")
+        w = pack(random_weight(jax.random.key(1), abstract_weight(form, (), (depth, columns))))
+        print(f"{form}, {w.data.nbytes / 1e6:.0f} MB")
+        for rows in (1, 2, 4, 8, 48, 512, 2048):
+            given = jax.random.normal(jax.random.key(2), (rows, depth)), w
+            print(f"  {rows} rows: {in_turns(ways, given)}, the same bits: {alike(ways, given)}")
+
+
+def product_by(target: str, x_MD: jax.Array, w: Packed) -> jax.Array:
+    """Computes a product by the kernels that XLA knows by this name."""
+    with mock.patch.object(native, "TARGET", target):
+        return native.product(x_MD, w)
+
+
+def alike(ways: dict[str, Any], given: tuple[Any, ...]) -> bool:
+    """Whether all ways give the same bits."""
+    first, *others = (np.asarray(way(*given)) for way in ways.values())
+    return all(np.array_equal(first, other) for other in others)
 
 
 def by_sorting(x_BTV: jax.Array, s: Sampling) -> jax.Array:
@@ -122,13 +139,19 @@ def time_noise(vocab: int) -> None:
 
 
 def in_turns(ways: dict[str, Any], given: tuple[Any, ...]) -> str:
-    """Returns least and median CPU times of each way, which take turns."""
+    """Returns least and median CPU times of each way, which take turns, once they are compiled."""
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for name, way in 10 * list(ways.items()):
+    for way in ways.values():
+        jax.block_until_ready(way(*given))
+    for name, way in TURNS * list(ways.items()):
         began = time.process_time()
         jax.block_until_ready(way(*given))
         times[name].append((time.process_time() - began) * 1e3)
-    return ", ".join(f"{name} {min(ms):.2f} / {np.median(ms):.2f} ms" for name, ms in times.items())
+    words = [f"{name} {min(ms):.2f} / {np.median(ms):.2f} ms" for name, ms in times.items()]
+    if len(times) > 1:
+        first, second = times.values()
+        words.append(f"second over first {np.median(np.divide(second, first)):.2f}")
+    return ", ".join(words)
 
 
 def main() -> None:
@@ -140,6 +163,7 @@ def main() -> None:
     parser.add_argument("--kernels", nargs="+", default=["native", "xla"])
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--matrix", nargs=2, type=int, help="depth and columns of one matrix, instead of a model")
+    parser.add_argument("--other", type=Path, help="with --matrix, a checkout whose kernels take turns with ours")
     parser.add_argument("--sampling", type=int, help="tokens of a vocabulary that is sampled from, instead of a model")
     args = parser.parse_args()
     if args.sampling:
@@ -147,7 +171,7 @@ def main() -> None:
         time_noise(args.sampling)
         return
     if args.matrix:
-        time_matrix(*args.matrix)
+        time_matrix(*args.matrix, args.other)
         return
     llms = {kernels: build(kernels, args.rows, args.drafts, args.quantization) for kernels in args.kernels}
     by_name: dict[tuple[str, int], list[float]] = {}

@@ -1,24 +1,23 @@
-// Products of rows with one panel by Intel's matrix unit: 16 rows and 16 columns over 32 depths at a time.
+// Products of rows with one panel by Intel's matrix unit: 32 rows and 32 columns over 32 depths at a time.
 //
 // The unit adds even and odd depths apart, 16 of each, and then their sum to what was there before: one order for any
 // number of rows, but not that of tile.c. It knows bfloat16 alone: other numbers are widened some depths at a time.
-#include "kernels.h"
+#include "lanes.h"
 
 #include <string.h>
 #ifdef __AMX_BF16__
-#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// Tiles, which the compiler wants as literals; _REST for what 32 does not divide.
+// Tiles, which the compiler wants as literals: sums of 16 rows and 16 columns each, and what they are products of.
 #define LOW 0
 #define HIGH 1
-#define X 2
-#define W_LOW 3
-#define W_HIGH 4
-#define X_REST 5
-#define W_LOW_REST 6
-#define W_HIGH_REST 7
+#define NEXT_LOW 2
+#define NEXT_HIGH 3
+#define X 4
+#define NEXT_X 5
+#define W_LOW 6
+#define W_HIGH 7
 enum { ROWS = 16, DEPTHS = UNIT_DEPTHS, REQUEST_PERMISSION = 0x1023, TILE_DATA = 18, AHEAD = 4096, WIDENED = 512, FEWEST = 128 };
 
 typedef struct {
@@ -27,51 +26,74 @@ typedef struct {
   uint8_t rows[16];
 } Config;
 
-static void configure(int rows, int rest) {
+static void shape(Config *c, int tile, int rows, int bytes) { c->rows[tile] = (uint8_t)rows, c->row_bytes[tile] = (uint16_t)bytes; }
+
+// For ``rows`` rows, 32 at most, and ``depths`` at a time.
+static void configure(int rows, int depths) {
   Config c = {.palette = 1};
-  int x[] = {LOW, HIGH, X, X_REST};
-  for (int i = 0; i < 4; i++) c.rows[x[i]] = (uint8_t)rows, c.row_bytes[x[i]] = 64;
-  for (int i = 0; i < 2; i++) c.rows[W_LOW + i] = 16, c.row_bytes[W_LOW + i] = 64;
-  for (int i = 0; i < 2; i++) c.rows[W_LOW_REST + i] = (uint8_t)(rest ? rest / 2 : 1), c.row_bytes[W_LOW_REST + i] = 64;
-  c.row_bytes[X_REST] = (uint16_t)(rest ? rest * 2 : 4);
+  const int first = rows < ROWS ? rows : ROWS, next = rows > ROWS ? rows - ROWS : 1;
+  for (int tile = LOW; tile <= NEXT_HIGH; tile++) shape(&c, tile, tile < NEXT_LOW ? first : next, 64);
+  shape(&c, X, first, depths * 2), shape(&c, NEXT_X, next, depths * 2);
+  for (int tile = W_LOW; tile <= W_HIGH; tile++) shape(&c, tile, depths / 2, 64);
   __asm__ volatile("" ::"r"(&c) : "memory");  // some compilers take the instruction to read 8 bytes, and write no others
   _tile_loadconfig(&c);
 }
 
 int jaxspec_usable(void) { return !syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA); }
 
-// Depths of one panel, as pairs of bfloat16, added to the sums of each row, which begin at zero unless they go on.
-static void add_depths(const uint8_t *pairs, int depth, const uint8_t *x, size_t row_bytes, float sums[][PANEL], int rows, int goes_on,
-                       int ahead) {
-  const int rest = depth % DEPTHS;
-  for (int first = 0; first < rows; first += ROWS, x += ROWS * row_bytes, sums += ROWS) {
-    const int count = rows - first < ROWS ? rows - first : ROWS;
-    const uint8_t *p = pairs;
-    if (!first || count < ROWS) configure(count, rest);
-    if (goes_on) {
-      _tile_loadd(LOW, sums, sizeof sums[0]);
-      _tile_loadd(HIGH, sums[0] + 16, sizeof sums[0]);
-    } else {
-      _tile_zero(LOW);
-      _tile_zero(HIGH);
+// The products of some depths of one panel with up to 32 rows, ``blocks`` times as many as the tiles are configured for.
+INLINE void add_block(const int two, const uint8_t *p, int blocks, const uint8_t *x, size_t row_bytes, float (*sums)[PANEL], int goes_on,
+                      int ahead) {
+  const uint8_t *next_x = x + ROWS * row_bytes;
+  float(*next)[PANEL] = sums + ROWS;
+  if (goes_on) {
+    _tile_loadd(LOW, sums, PANEL * 4);
+    _tile_loadd(HIGH, sums[0] + 16, PANEL * 4);
+    if (two) _tile_loadd(NEXT_LOW, next, PANEL * 4);
+    if (two) _tile_loadd(NEXT_HIGH, next[0] + 16, PANEL * 4);
+  } else {
+    _tile_zero(LOW);
+    _tile_zero(HIGH);
+    _tile_zero(NEXT_LOW);
+    _tile_zero(NEXT_HIGH);
+  }
+  for (int k = 0; k < blocks; k++, p += DEPTHS * PANEL * 2, x += DEPTHS * 2, next_x += DEPTHS * 2) {
+    for (int line = 0; ahead && line < DEPTHS * PANEL * 2; line += 64) _mm_prefetch(p + AHEAD + line, _MM_HINT_T0);
+    _tile_loadd(X, x, row_bytes);
+    _tile_loadd(W_LOW, p, PANEL * 4);
+    _tile_loadd(W_HIGH, p + 64, PANEL * 4);
+    _tile_dpbf16ps(LOW, X, W_LOW);
+    _tile_dpbf16ps(HIGH, X, W_HIGH);
+    if (two) {
+      _tile_loadd(NEXT_X, next_x, row_bytes);
+      _tile_dpbf16ps(NEXT_LOW, NEXT_X, W_LOW);
+      _tile_dpbf16ps(NEXT_HIGH, NEXT_X, W_HIGH);
     }
-    for (int k = 0; k + DEPTHS <= depth; k += DEPTHS, p += DEPTHS / 2 * PANEL * 4) {
-      for (int line = 0; ahead && !first && line < DEPTHS * PANEL * 2; line += 64) _mm_prefetch(p + AHEAD + line, _MM_HINT_T0);
-      _tile_loadd(X, x + k * 2, row_bytes);
-      _tile_loadd(W_LOW, p, PANEL * 4);
-      _tile_loadd(W_HIGH, p + 64, PANEL * 4);
-      _tile_dpbf16ps(LOW, X, W_LOW);
-      _tile_dpbf16ps(HIGH, X, W_HIGH);
+  }
+  _tile_stored(LOW, sums, PANEL * 4);
+  _tile_stored(HIGH, sums[0] + 16, PANEL * 4);
+  if (two) _tile_stored(NEXT_LOW, next, PANEL * 4);
+  if (two) _tile_stored(NEXT_HIGH, next[0] + 16, PANEL * 4);
+}
+
+// Depths of one panel, as pairs of bfloat16, added to the sums of each row, which begin at zero unless they go on.
+static void add_depths(const uint8_t *pairs, int depth, const uint8_t *x, size_t row_bytes, float (*sums)[PANEL], int rows, int goes_on,
+                       int ahead) {
+  const int whole = depth / DEPTHS, rest = depth % DEPTHS;
+  for (int first = 0, configured = 0; first < rows; first += 2 * ROWS, x += 2 * ROWS * row_bytes, sums += 2 * ROWS) {
+    const int count = rows - first < 2 * ROWS ? rows - first : 2 * ROWS, asks = ahead && !first;
+    if (whole) {
+      if (configured != count) configure(count, DEPTHS);
+      configured = rest ? 0 : count;
+      if (count > ROWS) add_block(1, pairs, whole, x, row_bytes, sums, goes_on, asks);
+      else add_block(0, pairs, whole, x, row_bytes, sums, goes_on, asks);
     }
     if (rest) {
-      _tile_loadd(X_REST, x + (depth - rest) * 2, row_bytes);
-      _tile_loadd(W_LOW_REST, p, PANEL * 4);
-      _tile_loadd(W_HIGH_REST, p + 64, PANEL * 4);
-      _tile_dpbf16ps(LOW, X_REST, W_LOW_REST);
-      _tile_dpbf16ps(HIGH, X_REST, W_HIGH_REST);
+      configure(count, rest);
+      const uint8_t *p = pairs + (size_t)whole * DEPTHS * PANEL * 2, *last = x + whole * DEPTHS * 2;
+      if (count > ROWS) add_block(1, p, 1, last, row_bytes, sums, goes_on || whole, 0);
+      else add_block(0, p, 1, last, row_bytes, sums, goes_on || whole, 0);
     }
-    _tile_stored(LOW, sums, sizeof sums[0]);
-    _tile_stored(HIGH, sums[0] + 16, sizeof sums[0]);
   }
 }
 
@@ -88,7 +110,7 @@ void matrix_tile(const Weight *w, const uint8_t *panel, const void *scale, const
     return;
   }
   const int apart = w->kind != BF16 && !w->exponent_scales, step = apart ? w->group : w->depth;
-  float sums[ROWS_AT_ONCE][PANEL];
+  float sums[ROWS_AT_ONCE][PANEL] __attribute__((aligned(64)));
   uint32_t pairs[WIDENED / 2][PANEL] __attribute__((aligned(64)));
   for (int begin = 0; begin < w->depth; begin += step) {
     const int end = begin + step < w->depth ? begin + step : w->depth;

@@ -75,19 +75,20 @@ def compiler() -> list[str] | None:
 
 
 @functools.cache
-def library(name: str = "") -> Library:
+def library(name: str = "", source: Path = SOURCE) -> Library:
     """Loads the kernels, compiling them if this machine has not yet.
 
     Args:
       name: key of ``SETS``; the best one that this CPU has if empty.
+      source: directory of the C files.
     """
     name = name or instructions()[0]
     command = compiler()
-    path = _path(name)
+    path = _path(name, source)
     if not path.exists():
         if command is None:
             return Library(None, name, "no C compiler: install one, or `pip install ziglang`")
-        failure = _compile(command, name, path)
+        failure = _compile(command, name, source, path)
         if failure:
             return Library(None, name, failure)
     try:
@@ -95,27 +96,27 @@ def library(name: str = "") -> Library:
     except OSError as error:
         return Library(None, name, f"{path.name} cannot be loaded ({error})")
     if not handle.jaxspec_usable():  # the system does not lend the matrix unit
-        return library(instructions()[instructions().index(name) + 1])
+        return library(instructions()[instructions().index(name) + 1], source)
     handle.jaxspec_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     return Library(handle, name, f"compiled for {name}")
 
 
-def _path(name: str) -> Path:
+def _path(name: str, source: Path) -> Path:
     """Returns where the library lies: apart for other sources, headers, flags and machines."""
     digest = hashlib.sha256(repr((FLAGS, SETS[name], jax.__version__, platform.platform())).encode())
-    for file in sorted(SOURCE.glob("*.[ch]")):
+    for file in sorted(source.glob("*.[ch]")):
         digest.update(file.read_bytes())
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxspec" / "native"
     return folder / f"{name}-{digest.hexdigest()[:16]}.so"
 
 
-def _compile(command: list[str], name: str, path: Path) -> str:
+def _compile(command: list[str], name: str, source: Path, path: Path) -> str:
     """Compiles into ``path``, which is there as a whole or not at all; returns what went wrong, or nothing."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder) / path.name
-            sources = [str(path) for path in sorted(SOURCE.glob("*.c"))]
+            sources = [str(path) for path in sorted(source.glob("*.c"))]
             flags = [*FLAGS, *SETS[name], "-I", jax.ffi.include_dir(), "-shared", "-pthread", "-o", str(made)]
             done = subprocess.run(
                 [*command, *flags, *sources, "-lm"], capture_output=True, text=True, timeout=300, check=False

@@ -88,7 +88,7 @@ void share(int pieces, Piece *run, void *job) {
 
 // ---- product: rows times the matrices that they chose ----
 
-enum { PANELS_PER_PIECE = 4 };
+enum { PANELS_PER_PIECE = 4, LINE = 64 };
 typedef struct {
   Weight w;
   const uint8_t *data, *scale;
@@ -117,8 +117,8 @@ static void product_piece(void *job, int piece) {
   Product *p = job;
   int at = piece / p->pieces_per_matrix, begin = piece % p->pieces_per_matrix * PANELS_PER_PIECE;
   const uint8_t *data = p->data + p->matrix[at] * p->matrix_bytes, *scale = p->scale + p->matrix[at] * p->matrix_scales;
-  for (int panel = begin; panel < begin + PANELS_PER_PIECE && panel < p->panels; panel++)
-    for (int first = at ? p->last[at - 1] : 0, last = p->last[at]; first < last; first += ROWS_AT_ONCE) {
+  for (int first = at ? p->last[at - 1] : 0, last = p->last[at]; first < last; first += ROWS_AT_ONCE)
+    for (int panel = begin; panel < begin + PANELS_PER_PIECE && panel < p->panels; panel++) {
       float *y[ROWS_AT_ONCE], edge[ROWS_AT_ONCE][PANEL];
       int left = p->columns - panel * PANEL, rows = last - first < ROWS_AT_ONCE ? last - first : ROWS_AT_ONCE;
       for (int m = 0; m < rows; m++) y[m] = left < PANEL ? edge[m] : p->y[first + m] + panel * PANEL;
@@ -165,12 +165,12 @@ XLA_FFI_Error *jaxspec_product(XLA_FFI_CallFrame *frame) {
   int sorted = p.matrix_unit && !all_choose;
   size_t row_bytes = (size_t)p.w.depth * (narrow ? 2 : 4);
   size_t part_bytes = p.together ? (size_t)routed * (p.columns + 1) * sizeof(float) : 0;
-  size_t size = routed * 2 * sizeof(void *) + (matrices * 3 + 1) * sizeof(int) + part_bytes + (copy ? rows * row_bytes : 0) + (sorted ? routed * row_bytes : 0);
+  size_t size = routed * 2 * sizeof(void *) + (matrices * 3 + 1) * sizeof(int) + part_bytes + (copy ? rows * row_bytes : 0) + (sorted ? routed * row_bytes : 0) + LINE;
   char *memory = malloc(size), *free_memory = memory;
   if (!memory) return out_of_memory(frame);
   p.x = (void *)memory, p.y = (void *)(p.x + routed), p.matrix = (int *)(p.y + routed), p.last = p.matrix + matrices;
   p.weight = (float *)(p.last + matrices * 2 + 1), p.parts = p.weight + routed;
-  char *copied = (char *)p.weight + part_bytes;
+  char *copied = (char *)(((uintptr_t)p.weight + part_bytes + LINE - 1) / LINE * LINE);  // whose tiles begin with a cache line
   const float *weights = arg(frame, 5)->data;
   p.result = y->data, p.wide_bias = arg(frame, 6)->dtype == XLA_FFI_DataType_F32;
   if (arg(frame, 6)->dims[0])

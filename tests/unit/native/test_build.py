@@ -67,7 +67,7 @@ def test_what_was_compiled_is_taken_again(empty_cache: Path, monkeypatch: pytest
 
 def test_a_library_that_cannot_be_loaded_is_the_reason(empty_cache: Path):
     empty_cache.mkdir(parents=True)
-    build._path("plain").write_bytes(b"no library")
+    build._path("plain", build.SOURCE).write_bytes(b"no library")
     assert "cannot be loaded" in compile_again("plain").reason
 
 
