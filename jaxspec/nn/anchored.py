@@ -5,8 +5,8 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from jaxspec.nn.dense import contract
 from jaxspec.nn.query_blocks import by_blocks, queries_at_once
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.shapes import Array
@@ -74,11 +74,12 @@ def attend_anchored(
     view: BlockView,
     *,
     scale: float,
+    dtype: jnp.dtype,
     sinks_H: Array | None = None,
 ) -> Array:
     """Computes attention of blocks that lie side by side, X = N * size rows, float32 [B, X, H, C].
 
-    ``sinks_H`` are logits that take probability and have no value, None for none.
+    Factors of products are in ``dtype``; ``sinks_H`` are logits that take probability and have no value, None for none.
     """
     size, (rows, blocks) = memory.size, memory.anchor_BN.shape
 
@@ -89,15 +90,17 @@ def attend_anchored(
     heads, keys = q_BXHC.shape[2], memory.segment_BT.shape[1] + size
     step = max(queries_at_once(rows * heads, keys) // size, 1)
     text = memory, jnp.full(heads, MASKED) if sinks_H is None else sinks_H.astype(jnp.float32)
-    return by_blocks(partial(_attend_some, view, scale), text, each, step).reshape(q_BXHC.shape)
+    return by_blocks(partial(_attend_some, view, scale, dtype), text, each, step).reshape(q_BXHC.shape)
 
 
-def _attend_some(view: BlockView, scale: float, text: tuple[Anchored, Array], each: tuple[Array, ...]) -> Array:
+def _attend_some(
+    view: BlockView, scale: float, dtype: jnp.dtype, text: tuple[Anchored, Array], each: tuple[Array, ...]
+) -> Array:
     """Attention of some blocks, [B, N, S, H, C]."""
     memory, sinks_H = text
     assert memory.text is not None, "the texts' keys are there before blocks attend"
     anchor_BN, q_BNSHC, k_BNSGC, v_BNSGC = each
-    (k_BTGC, v_BTGC), exact = memory.text, lax.Precision.HIGHEST
+    k_BTGC, v_BTGC = memory.text
     rows, blocks, size, heads, width = q_BNSHC.shape
     kv = k_BTGC.shape[2]
     q = (q_BNSHC * scale).reshape(rows, blocks, size, kv, heads // kv, width)
@@ -109,13 +112,13 @@ def _attend_some(view: BlockView, scale: float, text: tuple[Anchored, Array], ea
     seen_BNST = earlier[:, :, None] & (at_T >= low_BNS[..., None])
     inside_BNS = anchor_BN[..., None] + place_S
     seen_BNSS = (inside_BNS[:, :, None] >= low_BNS[..., None]) & (inside_BNS[:, :, None] <= high_BNS[..., None])
-    before = jnp.einsum("bnsgrc,btgc->bgrnst", q, k_BTGC, precision=exact)
-    block = jnp.einsum("bnsgrc,bnzgc->bgrnsz", q, k_BNSGC, precision=exact)
+    before = contract("bnsgrc,btgc->bgrnst", q, k_BTGC, dtype)
+    block = contract("bnsgrc,bnzgc->bgrnsz", q, k_BNSGC, dtype)
     seen = jnp.concatenate([seen_BNST, seen_BNSS], axis=-1)[:, None, None]
     score = jnp.where(seen, jnp.concatenate([before, block], axis=-1), MASKED)
     sink = jnp.broadcast_to(sinks_H.reshape(kv, -1, 1, 1, 1), (*score.shape[:-1], 1))
     prob = jax.nn.softmax(jnp.concatenate([score, sink], axis=-1), axis=-1)[..., :-1]
     count = k_BTGC.shape[1]
-    out = jnp.einsum("bgrnst,btgc->bnsgrc", prob[..., :count], v_BTGC, precision=exact)
-    out += jnp.einsum("bgrnsz,bnzgc->bnsgrc", prob[..., count:], v_BNSGC, precision=exact)
+    out = contract("bgrnst,btgc->bnsgrc", prob[..., :count], v_BTGC, dtype)
+    out += contract("bgrnsz,bnzgc->bnsgrc", prob[..., count:], v_BNSGC, dtype)
     return out.reshape(q_BNSHC.shape)

@@ -156,7 +156,9 @@ class Attention(nn.Module):
         if (cache := inputs.cache_window) is None:
             assert new is not None, "kernels write into a cache"
             k_BTGC, v_BTGC = new
-            out, memory = attend_new(q_BTHC, k_BTGC, v_BTGC, inputs, scale=scale, span=s.span, sinks_H=own_of(sinks))
+            out, memory = attend_new(
+                q_BTHC, k_BTGC, v_BTGC, inputs, scale=scale, dtype=p.compute.dtype, span=s.span, sinks_H=own_of(sinks)
+            )
         else:
             streams = s.streams
             if new is not None:

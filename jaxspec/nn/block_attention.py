@@ -81,7 +81,9 @@ class BlockAttention(nn.Module):
         q_BTHC = self._placed(q_BTHC, 0, inputs)
         k_BTGC, v_BTGC = self._keys(x_BTD, inputs)
         if isinstance(memory, Anchored):
-            out = attend_anchored(q_BTHC, k_BTGC, v_BTGC, memory, self.view, scale=s.head_dim**-0.5)
+            out = attend_anchored(
+                q_BTHC, k_BTGC, v_BTGC, memory, self.view, scale=s.head_dim**-0.5, dtype=self.policy.compute.dtype
+            )
         else:
             memory = self._written(k_BTGC, v_BTGC, inputs)
             out = self._attend(q_BTHC, memory, inputs)

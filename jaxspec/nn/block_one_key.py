@@ -60,7 +60,9 @@ class BlockOneKey(nn.Module):
         _, q_BTHC = queries_of(x_BTD, inputs.position_BT, self.query, self.norm_eps, s, p)
         kv_BT1C = self._keys(x_BTD, inputs)
         if isinstance(memory, Anchored):
-            out = attend_anchored(q_BTHC, kv_BT1C, kv_BT1C, memory, self.view, scale=scale, sinks_H=self.sinks_H)
+            out = attend_anchored(
+                q_BTHC, kv_BT1C, kv_BT1C, memory, self.view, scale=scale, dtype=p.compute.dtype, sinks_H=self.sinks_H
+            )
         else:
             memory = self._written(kv_BT1C, inputs)
             out = attend_around(

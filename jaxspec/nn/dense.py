@@ -158,6 +158,35 @@ def batched_dense(x_XMC: Array, w: Array, *, contract: int, dtype: jnp.dtype, sp
     return out[:, :rows]
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def contract(rule: str, a: Array, b: Array, dtype: jnp.dtype) -> Array:
+    """Computes ``einsum(rule, a, b)`` of factors in a dtype, as its gradients are; sums are float32.
+
+    Args:
+      rule: in which every index is in two of its three terms, or in all of them.
+      a: the first factor.
+      b: the second factor.
+      dtype: of both.
+    """
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    return jnp.einsum(rule, a.astype(dtype), b.astype(dtype), precision=precision, preferred_element_type=jnp.float32)
+
+
+def _contract_fwd(rule: str, a: Array, b: Array, dtype: jnp.dtype) -> tuple[Array, tuple[Array, Array]]:
+    return contract(rule, a, b, dtype), (a, b)
+
+
+def _contract_bwd(rule: str, dtype: jnp.dtype, saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+    (first, second), out = rule.split("->")[0].split(","), rule.split("->")[1]
+    a, b = saved
+    grad_a = contract(f"{out},{second}->{first}", grad, b, dtype)
+    grad_b = contract(f"{first},{out}->{second}", a, grad, dtype)
+    return grad_a.astype(a.dtype), grad_b.astype(b.dtype)
+
+
+contract.defvjp(_contract_fwd, _contract_bwd)
+
+
 def per_head_dense(x_BTHC: Array, w: Array, *, contract: int, dtype: jnp.dtype, apart: bool) -> Array:
     """Each head's product with its own weights, or each group's of heads.
 

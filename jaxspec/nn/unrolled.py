@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxspec.nn.dense import contract
 from jaxspec.nn.query_blocks import BLOCK, by_blocks, queries_at_once
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
@@ -51,7 +52,13 @@ class Unrolled:
 
 
 def attend_unrolled(
-    q_BXHC: Array, memory: Unrolled, *, scale: float, span: int | None = None, sinks_H: Array | None = None
+    q_BXHC: Array,
+    memory: Unrolled,
+    *,
+    scale: float,
+    dtype: jnp.dtype,
+    span: int | None = None,
+    sinks_H: Array | None = None,
 ) -> Array:
     """Computes attention of one round, whose keys and values are in the memory (Li 2025, 2503.01840, section 3.2).
 
@@ -59,6 +66,7 @@ def attend_unrolled(
       q_BXHC: queries of the present round's slots.
       memory: all rounds.
       scale: of the scores.
+      dtype: of both factors of the products with all keys and all values.
       span: most slots that a query sees, itself included.
       sinks_H: logits that take probability and have no value, None for none.
 
@@ -78,13 +86,14 @@ def attend_unrolled(
         end = last if every else length  # what comes after a chunk of all slots is seen by none of its
         text = k_BTGC[:, :end], v_BTGC[:, :end], segment_BT[:, :end], sinks_H
         some = jax.tree.map(lambda x, at=slice(first, last): x[:, at], each)
-        attend, size = partial(_attend_some, scale, span), queries_at_once(rows * heads, end)
+        attend, size = partial(_attend_some, scale, dtype, span), queries_at_once(rows * heads, end)
         outs.append(by_blocks(attend, text, some, size))
     return jnp.concatenate(outs, axis=1)
 
 
 def _attend_some(
     scale: float,
+    dtype: jnp.dtype,
     span: int | None,
     text: tuple[Array, Array, Array, Array | None],
     each: tuple[Array, Array, Array, tuple[tuple[Array, Array], ...]],
@@ -93,7 +102,7 @@ def _attend_some(
     (k_BTGC, v_BTGC, segment_BT, sinks_H), (q_BXHC, slot_BX, own_BX, rounds) = text, each
     rows, count, heads, width = q_BXHC.shape
     slots, kv = k_BTGC.shape[1:3]
-    group, exact = heads // kv, lax.Precision.HIGHEST
+    group = heads // kv
     distance = slot_BX[:, :, None] - jnp.arange(slots, dtype=jnp.int32)
     seen = (distance >= 0) & (own_BX[:, :, None] == segment_BT[:, None])
     if span is not None:
@@ -104,7 +113,7 @@ def _attend_some(
         return x.swapaxes(1, 2).reshape(rows * kv, x.shape[1], *x.shape[3:])
 
     q = heads_major((q_BXHC * scale).reshape(rows, count, kv, group, width))
-    dots = jnp.einsum("zqc,ztc->zqt", q.reshape(-1, count * group, width), heads_major(k_BTGC), precision=exact)
+    dots = contract("zqc,ztc->zqt", q.reshape(-1, count * group, width), heads_major(k_BTGC), dtype)
     dots = jnp.where(seen[:, None, :, None], dots.reshape(rows, kv, count, group, slots), MASKED)
     dots = dots.reshape(rows * kv, count, group, slots)
     others = [jnp.sum(q * heads_major(k)[:, :, None], axis=-1, keepdims=True) for k, _ in rounds]
@@ -115,7 +124,7 @@ def _attend_some(
     share, shares = jnp.exp(dots - top), [jnp.exp(x - top) for x in others]
     # Divided at the end: a softmax would walk over all scores twice more, and its gradient once.
     total = sum(shares, jnp.sum(share, axis=-1, keepdims=True))
-    out = jnp.einsum("zqt,ztc->zqc", share.reshape(-1, count * group, slots), heads_major(v_BTGC), precision=exact)
+    out = contract("zqt,ztc->zqc", share.reshape(-1, count * group, slots), heads_major(v_BTGC), dtype)
     out = out.reshape(-1, count, group, out.shape[-1])
     for (_, v), own in zip(rounds, shares, strict=False):
         out += own * heads_major(v)[:, :, None]

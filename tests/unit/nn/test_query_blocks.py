@@ -59,7 +59,7 @@ def test_rounds_attend_by_blocks_as_at_once(monkeypatch: pytest.MonkeyPatch):
         memory, total = Unrolled(SEGMENTS), jnp.float32(0)
         for q, k, v in rounds:
             memory = memory.append(k, v)
-            total += jnp.sum(jnp.sin(attend_unrolled(q, memory, scale=0.3, span=9)))
+            total += jnp.sum(jnp.sin(attend_unrolled(q, memory, scale=0.3, dtype=jnp.float32, span=9)))
         return total
 
     rounds = [texts(seed=10 * j) for j in range(3)]

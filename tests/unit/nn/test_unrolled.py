@@ -1,5 +1,7 @@
 """Attention of a head that is trained on its own output, against its definition in double precision."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from jaxspec.nn import unrolled
 from jaxspec.nn.unrolled import Unrolled, attend_unrolled
 
+attend = partial(attend_unrolled, scale=0.3, dtype=jnp.float32)
 B, T, H, G, C, ROUNDS = 2, 40, 4, 2, 8, 3
 
 
@@ -52,16 +55,23 @@ def test_chunks_give_what_is_defined(drawn, span, sinks, monkeypatch: pytest.Mon
     q, kv, segment_BT = drawn
     sinks_H = np.linspace(-1, 1, H).astype(np.float32) if sinks else None
     monkeypatch.setattr(unrolled, "CHUNK", 16)
-    out = attend_unrolled(q, memory_of(jnp.asarray(kv), segment_BT), scale=0.3, span=span, sinks_H=sinks_H)
+    out = attend(q, memory_of(jnp.asarray(kv), segment_BT), span=span, sinks_H=sinks_H)
     np.testing.assert_allclose(out, defined(q, kv, segment_BT, span, sinks_H), atol=2e-6)
+
+
+def test_factors_of_its_products_may_be_bfloat16(drawn):
+    q, kv, segment_BT = drawn
+    out = attend(q, memory_of(jnp.asarray(kv), segment_BT), dtype=jnp.bfloat16)
+    missed = np.abs(out - defined(q, kv, segment_BT, None, None))
+    assert 1e-4 < missed.max() < 0.05
 
 
 def test_some_slots_give_what_they_give_among_all(drawn, monkeypatch: pytest.MonkeyPatch):
     q, kv, segment_BT = drawn
     monkeypatch.setattr(unrolled, "CHUNK", 16)
     slot_BX = jnp.asarray([[0, 3, 17, 39], [1, 2, 20, 30]], jnp.int32)
-    every = attend_unrolled(q, memory_of(jnp.asarray(kv), segment_BT), scale=0.3)
-    some = attend_unrolled(taken(q, slot_BX), memory_of(jnp.asarray(kv), segment_BT, slot_BX), scale=0.3)
+    every = attend(q, memory_of(jnp.asarray(kv), segment_BT))
+    some = attend(taken(q, slot_BX), memory_of(jnp.asarray(kv), segment_BT, slot_BX))
     np.testing.assert_allclose(some, taken(every, slot_BX), atol=2e-6)
 
 
@@ -70,7 +80,7 @@ def test_gradients_do_not_depend_on_chunks(drawn, monkeypatch: pytest.MonkeyPatc
     wanted = np.random.default_rng(1).normal(size=q.shape)
 
     def loss(q, kv):
-        return jnp.sum(attend_unrolled(q, memory_of(kv, segment_BT), scale=0.3) * wanted)
+        return jnp.sum(attend(q, memory_of(kv, segment_BT)) * wanted)
 
     whole = jax.grad(loss, argnums=(0, 1))(jnp.asarray(q), jnp.asarray(kv))
     monkeypatch.setattr(unrolled, "CHUNK", 16)
