@@ -171,7 +171,8 @@ def main() -> None:
         time_noise(args.sampling)
         return
     if args.matrix:
-        time_matrix(*args.matrix, args.other)
+        depth, columns = args.matrix
+        time_matrix(depth, columns, args.other)
         return
     llms = {kernels: build(kernels, args.rows, args.drafts, args.quantization) for kernels in args.kernels}
     by_name: dict[tuple[str, int], list[float]] = {}

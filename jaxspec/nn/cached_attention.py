@@ -39,14 +39,14 @@ def attend_new(
 ) -> tuple[Array, Unrolled | None]:
     """Computes attention without a cache: of whole sequences to themselves, or of one round of a head in training.
 
-    ``dtype`` is of both factors of a head's products; whole sequences are computed in float32.
+    ``dtype`` is that of a head's keys and values; whole sequences are computed in float32.
 
     Returns:
       float32 [B, T, H, C'], and the memory of the rounds so far.
     """
     if isinstance(inputs.memory, Unrolled):
-        memory = inputs.memory.append(k_BTGC, v_BTGC)
-        return attend_unrolled(q_BTHC, memory, scale=scale, dtype=dtype, span=span, sinks_H=sinks_H), memory
+        memory = inputs.memory.append(k_BTGC, v_BTGC, dtype)
+        return attend_unrolled(q_BTHC, memory, scale=scale, span=span, sinks_H=sinks_H), memory
     segment_BT, selection = segments_of(inputs.window), inputs.selection
     assert not isinstance(selection, Chosen), "kernels choose of a cache"
     out = attend_self(

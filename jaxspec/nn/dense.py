@@ -3,7 +3,7 @@
 import math
 from functools import cache, partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -158,8 +158,7 @@ def batched_dense(x_XMC: Array, w: Array, *, contract: int, dtype: jnp.dtype, sp
     return out[:, :rows]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def contract(rule: str, a: Array, b: Array, dtype: jnp.dtype) -> Array:
+def contract(rule: str, a: Array, b: Array, dtype: Any) -> Array:
     """Computes ``einsum(rule, a, b)`` of factors in a dtype, as its gradients are; sums are float32.
 
     Args:
@@ -168,23 +167,29 @@ def contract(rule: str, a: Array, b: Array, dtype: jnp.dtype) -> Array:
       b: the second factor.
       dtype: of both.
     """
+    out: Any = _contract(rule, a, b, dtype)
+    return out
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def _contract(rule: str, a: Array, b: Array, dtype: Any) -> Array:
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
     return jnp.einsum(rule, a.astype(dtype), b.astype(dtype), precision=precision, preferred_element_type=jnp.float32)
 
 
-def _contract_fwd(rule: str, a: Array, b: Array, dtype: jnp.dtype) -> tuple[Array, tuple[Array, Array]]:
+def _contract_fwd(rule: str, a: Array, b: Array, dtype: Any) -> tuple[Array, tuple[Array, Array]]:
     return contract(rule, a, b, dtype), (a, b)
 
 
-def _contract_bwd(rule: str, dtype: jnp.dtype, saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
-    (first, second), out = rule.split("->")[0].split(","), rule.split("->")[1]
-    a, b = saved
+def _contract_bwd(rule: str, dtype: Any, saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+    (a, b), (terms, out) = saved, rule.split("->")
+    first, second = terms.split(",")
     grad_a = contract(f"{out},{second}->{first}", grad, b, dtype)
     grad_b = contract(f"{first},{out}->{second}", a, grad, dtype)
     return grad_a.astype(a.dtype), grad_b.astype(b.dtype)
 
 
-contract.defvjp(_contract_fwd, _contract_bwd)
+_contract.defvjp(_contract_fwd, _contract_bwd)
 
 
 def per_head_dense(x_BTHC: Array, w: Array, *, contract: int, dtype: jnp.dtype, apart: bool) -> Array:

@@ -193,8 +193,8 @@ class LatentAttention(nn.Module):
         if not isinstance(inputs.memory, Unrolled):
             k_BTHC, v_BTHC = _written_out(c_BTR, turned_BT1C, kv_HXR, s, p.compute.dtype)
             return attend_new(q_BTHC, k_BTHC, v_BTHC, inputs, scale=s.scale, dtype=p.compute.dtype)
-        memory = inputs.memory.append(_joined(c_BTR, turned_BT1C), c_BTR[:, :, None])
-        out = attend_unrolled(_to_latents(q_BTHC, kv_HXR, s, p), memory, scale=s.scale, dtype=p.compute.dtype)
+        memory = inputs.memory.append(_joined(c_BTR, turned_BT1C), c_BTR[:, :, None], p.compute.dtype)
+        out = attend_unrolled(_to_latents(q_BTHC, kv_HXR, s, p), memory, scale=s.scale)
         return _to_values(out, kv_HXR, s, p), memory
 
     def _cached(

@@ -71,10 +71,13 @@ def _backward(attend: Attend, size: int, saved: tuple[Any, Any], grad: Array) ->
         _, pull = jax.vjp(lambda a, b: attend(text_of(a), some_of(b)), texts, some)
         of_text, of_some = pull(_some(grad, n * size, size))
         put = partial(lax.dynamic_update_slice_in_dim, start_index=n * size, axis=1)
-        return jax.tree.map(jnp.add, sums[0], of_text), jax.tree.map(put, sums[1], of_some)
+        added = [a + b.astype(jnp.float32) for a, b in zip(sums[0], of_text, strict=True)]
+        return added, jax.tree.map(put, sums[1], of_some)
 
-    zeros, grad = lax.optimization_barrier((jax.tree.map(jnp.zeros_like, (texts, eaches)), grad))
+    wide = [jnp.zeros(x.shape, jnp.float32) for x in texts]  # sums of as many as there are blocks
+    zeros, grad = lax.optimization_barrier(((wide, [jnp.zeros_like(x) for x in eaches]), grad))
     of_texts, of_eaches = lax.fori_loop(0, grad.shape[1] // size, visit, zeros)
+    of_texts = [x.astype(like.dtype) for x, like in zip(of_texts, texts, strict=True)]
     return text_of(of_texts, rest=None), _floats(each)[1](of_eaches, rest=None)
 
 

@@ -34,8 +34,9 @@ class Unrolled:
     real: tuple[Array, Array] | None = None
     own: tuple[tuple[Array, Array], ...] = ()
 
-    def append(self, k: Array, v: Array) -> "Unrolled":
-        """Returns the memory with the present round's keys and values added."""
+    def append(self, k: Array, v: Array, dtype: jnp.dtype) -> "Unrolled":
+        """Returns the memory with the present round's keys and values added, in this dtype as a cache has them."""
+        k, v = k.astype(dtype), v.astype(dtype)
         if self.real is None:
             return replace(self, real=(k, v))
         return replace(self, own=(*self.own, (k, v)))
@@ -56,17 +57,17 @@ def attend_unrolled(
     memory: Unrolled,
     *,
     scale: float,
-    dtype: jnp.dtype,
     span: int | None = None,
     sinks_H: Array | None = None,
 ) -> Array:
     """Computes attention of one round, whose keys and values are in the memory (Li 2025, 2503.01840, section 3.2).
 
+    Their dtype is that of both factors of products with them, and of what is kept of queries and results.
+
     Args:
       q_BXHC: queries of the present round's slots.
       memory: all rounds.
       scale: of the scores.
-      dtype: of both factors of the products with all keys and all values.
       span: most slots that a query sees, itself included.
       sinks_H: logits that take probability and have no value, None for none.
 
@@ -78,7 +79,7 @@ def attend_unrolled(
     (rows, count, heads), length, every = q_BXHC.shape[:3], k_BTGC.shape[1], memory.slot_BX is None
     slot_BX = jnp.arange(length, dtype=jnp.int32)[None] if memory.slot_BX is None else memory.slot_BX
     slot_BX = jnp.broadcast_to(slot_BX, (rows, count))
-    each = q_BXHC, slot_BX, jnp.take_along_axis(segment_BT, slot_BX, axis=1), memory.own
+    each = (q_BXHC * scale).astype(k_BTGC.dtype), slot_BX, jnp.take_along_axis(segment_BT, slot_BX, axis=1), memory.own
     # Of long texts, whose scores are computed by blocks, each chunk would keep arrays of its own for its gradients.
     outs, step = [], CHUNK if every and count <= BLOCK else count
     for first in range(0, count, step):
@@ -86,23 +87,21 @@ def attend_unrolled(
         end = last if every else length  # what comes after a chunk of all slots is seen by none of its
         text = k_BTGC[:, :end], v_BTGC[:, :end], segment_BT[:, :end], sinks_H
         some = jax.tree.map(lambda x, at=slice(first, last): x[:, at], each)
-        attend, size = partial(_attend_some, scale, dtype, span), queries_at_once(rows * heads, end)
+        attend, size = partial(_attend_some, span), queries_at_once(rows * heads, end)
         outs.append(by_blocks(attend, text, some, size))
-    return jnp.concatenate(outs, axis=1)
+    return jnp.concatenate(outs, axis=1).astype(jnp.float32)
 
 
 def _attend_some(
-    scale: float,
-    dtype: jnp.dtype,
     span: int | None,
     text: tuple[Array, Array, Array, Array | None],
     each: tuple[Array, Array, Array, tuple[tuple[Array, Array], ...]],
 ) -> Array:
-    """Attention of some slots, of which ``each`` has the queries, numbers, texts, and what they drafted before."""
+    """Attention of some slots, of which ``each`` has scaled queries, numbers, texts, and what they drafted before."""
     (k_BTGC, v_BTGC, segment_BT, sinks_H), (q_BXHC, slot_BX, own_BX, rounds) = text, each
     rows, count, heads, width = q_BXHC.shape
     slots, kv = k_BTGC.shape[1:3]
-    group = heads // kv
+    group, dtype = heads // kv, q_BXHC.dtype
     distance = slot_BX[:, :, None] - jnp.arange(slots, dtype=jnp.int32)
     seen = (distance >= 0) & (own_BX[:, :, None] == segment_BT[:, None])
     if span is not None:
@@ -112,11 +111,16 @@ def _attend_some(
         """[B, X, G, ..., C] to [B * G, X, ..., C]: products over it run 3 times faster on XLA:CPU."""
         return x.swapaxes(1, 2).reshape(rows * kv, x.shape[1], *x.shape[3:])
 
-    q = heads_major((q_BXHC * scale).reshape(rows, count, kv, group, width))
+    def one_each(x: Array) -> Array:
+        """A round's keys or values, of which each slot sees its own."""
+        return heads_major(x)[:, :, None].astype(jnp.float32)
+
+    q = heads_major(q_BXHC.reshape(rows, count, kv, group, width))
     dots = contract("zqc,ztc->zqt", q.reshape(-1, count * group, width), heads_major(k_BTGC), dtype)
     dots = jnp.where(seen[:, None, :, None], dots.reshape(rows, kv, count, group, slots), MASKED)
     dots = dots.reshape(rows * kv, count, group, slots)
-    others = [jnp.sum(q * heads_major(k)[:, :, None], axis=-1, keepdims=True) for k, _ in rounds]
+    wide = q.astype(jnp.float32)
+    others = [jnp.sum(wide * one_each(k), axis=-1, keepdims=True) for k, _ in rounds]
     if sinks_H is not None:
         sinks_GQ = jnp.tile(sinks_H.astype(jnp.float32).reshape(kv, group), (rows, 1))
         others.append(jnp.broadcast_to(sinks_GQ[:, None, :, None], (rows * kv, count, group, 1)))
@@ -127,5 +131,6 @@ def _attend_some(
     out = contract("zqt,ztc->zqc", share.reshape(-1, count * group, slots), heads_major(v_BTGC), dtype)
     out = out.reshape(-1, count, group, out.shape[-1])
     for (_, v), own in zip(rounds, shares, strict=False):
-        out += own * heads_major(v)[:, :, None]
-    return (out / total).reshape(rows, kv, count, group, -1).swapaxes(1, 2).reshape(rows, count, heads, -1)
+        out += own * one_each(v)
+    out = (out / total).astype(dtype)
+    return out.reshape(rows, kv, count, group, -1).swapaxes(1, 2).reshape(rows, count, heads, -1)

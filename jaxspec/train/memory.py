@@ -239,16 +239,16 @@ def draft_head_bytes(work: UpdateWork, spec: HeadSpec, rows: int, *, remat: bool
 
     Counted in the buffers that XLA allots for an H100, see docs/planning.md: the target's layer runs; then all rounds
     are kept, and either the vocabulary product or a layer's gradient is computed; then parameters change. Letters as in
-    docs/architecture.md, F hidden units and Q the width of all queries; a position of a layer keeps 14 F + 6 Q bytes.
+    docs/architecture.md, F hidden units and Q the width of all queries; a position of a layer keeps 14 F + 4 Q bytes.
     """
     o, places, dim = work.loss, rows * work.length, spec.arch.model_dim
     wide = min(4 * dim * spec.draft_vocab, work.head_bytes)
     layers = work.head_bytes - wide  # bytes of the parameters that the rounds read, and of their gradients
     slots = o.rounds if spec.mask_token is None else 1 + sum(o.counts(work.length)) / work.length
     widths = [_widths(layer, dim) for layer in spec.arch.layers]
-    all_kept = sum(14 * hidden + 6 * queries + 8 * keys + 18 * dim for hidden, queries, keys in widths)
+    all_kept = sum(14 * hidden + 4 * queries + 4 * keys + 18 * dim for hidden, queries, keys in widths)
     # Recomputed rounds keep their input, the gradient of their output, and keys and values.
-    each = 8 * dim + sum(8 * keys for *_, keys in widths) if remat else all_kept
+    each = 8 * dim + sum(4 * keys for *_, keys in widths) if remat else all_kept
     kept = places * (slots * each + 2 * spec.feature_dim)
     gradient = max(20 * hidden + 8 * queries + 22 * dim for hidden, queries, _ in widths)
     gradient += all_kept * (len(widths) - 1) // len(widths) if remat else 0

@@ -54,21 +54,22 @@ def test_a_long_text_attends_as_a_short_one(name: str, monkeypatch: pytest.Monke
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_rounds_attend_by_blocks_as_at_once(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("dtype", "rtol", "atol"), [("float32", 1e-5, 1e-6), ("bfloat16", 2e-2, 2e-2)])
+def test_rounds_attend_by_blocks_as_at_once(dtype: str, rtol: float, atol: float, monkeypatch: pytest.MonkeyPatch):
     def loss(rounds: Any) -> jax.Array:
         memory, total = Unrolled(SEGMENTS), jnp.float32(0)
         for q, k, v in rounds:
-            memory = memory.append(k, v)
-            total += jnp.sum(jnp.sin(attend_unrolled(q, memory, scale=0.3, dtype=jnp.float32, span=9)))
+            memory = memory.append(k, v, jnp.dtype(dtype))
+            total += jnp.sum(jnp.sin(attend_unrolled(q, memory, scale=0.3, span=9)))
         return total
 
     rounds = [texts(seed=10 * j) for j in range(3)]
     whole, of_whole = jax.jit(jax.value_and_grad(loss))(rounds)
     monkeypatch.setattr(query_blocks, "BLOCK", 5)
     some, of_some = jax.jit(lambda r: jax.value_and_grad(loss)(r))(rounds)
-    np.testing.assert_allclose(some, whole, rtol=1e-5)
+    np.testing.assert_allclose(some, whole, rtol=rtol)
     for one, other in zip(jax.tree.leaves(of_some), jax.tree.leaves(of_whole), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(one, other, rtol=rtol, atol=atol)
 
 
 def test_memory_grows_with_the_length_and_not_with_its_square(monkeypatch: pytest.MonkeyPatch):

@@ -10,7 +10,7 @@ import pytest
 from jaxspec.nn import unrolled
 from jaxspec.nn.unrolled import Unrolled, attend_unrolled
 
-attend = partial(attend_unrolled, scale=0.3, dtype=jnp.float32)
+attend = partial(attend_unrolled, scale=0.3)
 B, T, H, G, C, ROUNDS = 2, 40, 4, 2, 8, 3
 
 
@@ -22,12 +22,12 @@ def drawn():
     return q, kv, np.sort(rng.integers(1, 4, (B, T)), axis=1).astype(np.int32)
 
 
-def memory_of(kv, segment_BT, slot_BX=None):
-    memory = Unrolled(jnp.asarray(segment_BT)).append(*kv[0])
+def memory_of(kv, segment_BT, slot_BX=None, dtype=jnp.float32):
+    memory = Unrolled(jnp.asarray(segment_BT)).append(*kv[0], dtype)
     if slot_BX is not None:
         memory = memory.keep(slot_BX, slot_BX)
     for k, v in kv[1:]:
-        memory = memory.append(*((k, v) if slot_BX is None else (taken(k, slot_BX), taken(v, slot_BX))))
+        memory = memory.append(*((k, v) if slot_BX is None else (taken(k, slot_BX), taken(v, slot_BX))), dtype)
     return memory
 
 
@@ -61,7 +61,7 @@ def test_chunks_give_what_is_defined(drawn, span, sinks, monkeypatch: pytest.Mon
 
 def test_factors_of_its_products_may_be_bfloat16(drawn):
     q, kv, segment_BT = drawn
-    out = attend(q, memory_of(jnp.asarray(kv), segment_BT), dtype=jnp.bfloat16)
+    out = attend(q, memory_of(jnp.asarray(kv), segment_BT, dtype=jnp.bfloat16))
     missed = np.abs(out - defined(q, kv, segment_BT, None, None))
     assert 1e-4 < missed.max() < 0.05
 
