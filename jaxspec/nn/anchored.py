@@ -6,7 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxspec.nn.dense import contract
+from jaxspec.nn.dense import einsum
 from jaxspec.nn.query_blocks import by_blocks, queries_at_once
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.shapes import Array
@@ -112,13 +112,13 @@ def _attend_some(
     seen_BNST = earlier[:, :, None] & (at_T >= low_BNS[..., None])
     inside_BNS = anchor_BN[..., None] + place_S
     seen_BNSS = (inside_BNS[:, :, None] >= low_BNS[..., None]) & (inside_BNS[:, :, None] <= high_BNS[..., None])
-    before = contract("bnsgrc,btgc->bgrnst", q, k_BTGC, dtype)
-    block = contract("bnsgrc,bnzgc->bgrnsz", q, k_BNSGC, dtype)
+    before = einsum("bnsgrc,btgc->bgrnst", q, k_BTGC, dtype)
+    block = einsum("bnsgrc,bnzgc->bgrnsz", q, k_BNSGC, dtype)
     seen = jnp.concatenate([seen_BNST, seen_BNSS], axis=-1)[:, None, None]
     score = jnp.where(seen, jnp.concatenate([before, block], axis=-1), MASKED)
     sink = jnp.broadcast_to(sinks_H.reshape(kv, -1, 1, 1, 1), (*score.shape[:-1], 1))
     prob = jax.nn.softmax(jnp.concatenate([score, sink], axis=-1), axis=-1)[..., :-1]
     count = k_BTGC.shape[1]
-    out = contract("bgrnst,btgc->bnsgrc", prob[..., :count], v_BTGC, dtype)
-    out += contract("bgrnsz,bnzgc->bnsgrc", prob[..., count:], v_BNSGC, dtype)
+    out = einsum("bgrnst,btgc->bnsgrc", prob[..., :count], v_BTGC, dtype)
+    out += einsum("bgrnsz,bnzgc->bnsgrc", prob[..., count:], v_BNSGC, dtype)
     return out.reshape(q_BNSHC.shape)

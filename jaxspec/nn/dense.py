@@ -158,8 +158,8 @@ def batched_dense(x_XMC: Array, w: Array, *, contract: int, dtype: jnp.dtype, sp
     return out[:, :rows]
 
 
-def contract(rule: str, a: Array, b: Array, dtype: Any) -> Array:
-    """Computes ``einsum(rule, a, b)`` of factors in a dtype, as its gradients are; sums are float32.
+def einsum(rule: str, a: Array, b: Array, dtype: Any) -> Array:
+    """Computes ``jnp.einsum`` with both factors, and those of its gradients, in one dtype; sums are float32.
 
     Args:
       rule: in which every index is in two of its three terms, or in all of them.
@@ -167,29 +167,29 @@ def contract(rule: str, a: Array, b: Array, dtype: Any) -> Array:
       b: the second factor.
       dtype: of both.
     """
-    out: Any = _contract(rule, a, b, dtype)
+    out: Any = _einsum(rule, a, b, dtype)
     return out
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def _contract(rule: str, a: Array, b: Array, dtype: Any) -> Array:
+def _einsum(rule: str, a: Array, b: Array, dtype: Any) -> Array:
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
     return jnp.einsum(rule, a.astype(dtype), b.astype(dtype), precision=precision, preferred_element_type=jnp.float32)
 
 
-def _contract_fwd(rule: str, a: Array, b: Array, dtype: Any) -> tuple[Array, tuple[Array, Array]]:
-    return contract(rule, a, b, dtype), (a, b)
+def _einsum_fwd(rule: str, a: Array, b: Array, dtype: Any) -> tuple[Array, tuple[Array, Array]]:
+    return einsum(rule, a, b, dtype), (a, b)
 
 
-def _contract_bwd(rule: str, dtype: Any, saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+def _einsum_bwd(rule: str, dtype: Any, saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
     (a, b), (terms, out) = saved, rule.split("->")
     first, second = terms.split(",")
-    grad_a = contract(f"{out},{second}->{first}", grad, b, dtype)
-    grad_b = contract(f"{first},{out}->{second}", a, grad, dtype)
+    grad_a = einsum(f"{out},{second}->{first}", grad, b, dtype)
+    grad_b = einsum(f"{first},{out}->{second}", a, grad, dtype)
     return grad_a.astype(a.dtype), grad_b.astype(b.dtype)
 
 
-_contract.defvjp(_contract_fwd, _contract_bwd)
+_einsum.defvjp(_einsum_fwd, _einsum_bwd)
 
 
 def per_head_dense(x_BTHC: Array, w: Array, *, contract: int, dtype: jnp.dtype, apart: bool) -> Array:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.nn.dense import contract
+from jaxspec.nn.dense import einsum
 from jaxspec.nn.query_blocks import BLOCK, by_blocks, queries_at_once
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
@@ -116,7 +116,7 @@ def _attend_some(
         return heads_major(x)[:, :, None].astype(jnp.float32)
 
     q = heads_major(q_BXHC.reshape(rows, count, kv, group, width))
-    dots = contract("zqc,ztc->zqt", q.reshape(-1, count * group, width), heads_major(k_BTGC), dtype)
+    dots = einsum("zqc,ztc->zqt", q.reshape(-1, count * group, width), heads_major(k_BTGC), dtype)
     dots = jnp.where(seen[:, None, :, None], dots.reshape(rows, kv, count, group, slots), MASKED)
     dots = dots.reshape(rows * kv, count, group, slots)
     wide = q.astype(jnp.float32)
@@ -128,7 +128,7 @@ def _attend_some(
     share, shares = jnp.exp(dots - top), [jnp.exp(x - top) for x in others]
     # Divided at the end: a softmax would walk over all scores twice more, and its gradient once.
     total = sum(shares, jnp.sum(share, axis=-1, keepdims=True))
-    out = contract("zqt,ztc->zqc", share.reshape(-1, count * group, slots), heads_major(v_BTGC), dtype)
+    out = einsum("zqt,ztc->zqc", share.reshape(-1, count * group, slots), heads_major(v_BTGC), dtype)
     out = out.reshape(-1, count, group, out.shape[-1])
     for (_, v), own in zip(rounds, shares, strict=False):
         out += own * one_each(v)

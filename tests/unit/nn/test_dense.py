@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec.nn import dense as room
-from jaxspec.nn.dense import batched_dense, contract, dense, exact_dense
+from jaxspec.nn.dense import batched_dense, dense, einsum, exact_dense
 
 BFLOAT16 = jnp.dtype("bfloat16")
 COUNTS = (1, 2, 3, 5, 8, 17, 40)
@@ -68,21 +68,21 @@ def test_an_exact_product_by_constants_stays_one():
 
 
 @pytest.mark.parametrize("rule", ["zqc,ztc->zqt", "zqt,ztc->zqc", "bnsgrc,btgc->bgrnst", "bgrnst,btgc->bnsgrc"])
-def test_gradients_of_a_contraction_are_those_of_its_definition(rule: str):
+def test_gradients_of_an_einsum_are_those_of_its_definition(rule: str):
     first, second, out = rule.replace("->", ",").split(",")
     sizes = dict(zip("zqctbnsgr", range(2, 11), strict=True))
     rng = np.random.default_rng(0)
     a, b, wanted = (rng.normal(size=[sizes[i] for i in term]).astype(np.float32) for term in (first, second, out))
-    found = jax.grad(lambda a, b: jnp.sum(contract(rule, a, b, jnp.float32) * wanted), argnums=(0, 1))(a, b)
+    found = jax.grad(lambda a, b: jnp.sum(einsum(rule, a, b, jnp.float32) * wanted), argnums=(0, 1))(a, b)
     exact = np.einsum(f"{out},{second}->{first}", wanted, b), np.einsum(f"{first},{out}->{second}", a, wanted)
     for one, other in zip(found, exact, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-4)
 
 
-def test_a_contraction_multiplies_in_its_dtype_forward_and_back():
+def test_an_einsum_multiplies_in_its_dtype_forward_and_back():
     a, b = jnp.ones((2, 5, 3)), jnp.ones((2, 4, 3))
-    loss = jax.grad(lambda a, b: jnp.sum(contract("zqc,ztc->zqt", a, b, BFLOAT16) ** 2), argnums=(0, 1))
+    loss = jax.grad(lambda a, b: jnp.sum(einsum("zqc,ztc->zqt", a, b, BFLOAT16) ** 2), argnums=(0, 1))
     products = [line for line in jax.jit(loss).lower(a, b).as_text().splitlines() if "stablehlo.dot_general" in line]
     assert len(products) == 3
     assert all(line.count("xbf16>") == 2 for line in products)
-    np.testing.assert_array_equal(contract("zqc,ztc->zqt", a + 1e-3, b, BFLOAT16), jnp.full((2, 5, 4), 3.0))
+    np.testing.assert_array_equal(einsum("zqc,ztc->zqt", a + 1e-3, b, BFLOAT16), jnp.full((2, 5, 4), 3.0))
