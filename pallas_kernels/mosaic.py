@@ -94,7 +94,8 @@ class Registers:
         """Loads numbers as sums lie in registers, or a vector that lacks their axis ``missing``."""
         if self.simulated:
             return ref[place]
-        return mosaic_gpu().load(ref, place, layout=_layout(missing), optimized=False)
+        index = () if jax.__version_info__ >= (0, 12) else (None,)
+        return mosaic_gpu().load(ref.at[place], *index, layout=_layout(missing), optimized=False)
 
     def lay(self, x: jax.Array, missing: int | None = None) -> jax.Array:
         """Lays out constants as ``load`` does numbers."""

@@ -10,6 +10,8 @@ from jax import lax
 
 from pallas_kernels.backend import Implementation
 
+FUSES_SOME = jax.__version_info__ >= (0, 12)  # whether XLA:CPU adds some products unrounded, instead of all
+
 
 def exp(x: jax.Array, implementation: Implementation) -> jax.Array:
     """Exponential of float32: where it is interpreted, the same in every program; a GPU has one instruction for all."""
@@ -34,14 +36,23 @@ def polynomial_exp(x: jax.Array) -> jax.Array:
     twice = lax.convert_element_type(lax.mul(x, constant(2 * 1.4426950408889634)), np.int32)
     zero, one = constant(0, np.int32), constant(1, np.int32)
     whole = lax.shift_right_arithmetic(lax.add(twice, lax.select(lax.lt(twice, zero), zero, one)), one)
+    biased = lax.add(whole, constant(127, np.int32))  # 1 to 254
+    unknown_zero = lax.shift_right_logical(biased, constant(8, np.int32))
+
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        if not FUSES_SOME:
+            return lax.mul(a, b)
+        bits = lax.bitcast_convert_type(lax.mul(a, b), np.int32)
+        return lax.bitcast_convert_type(lax.bitwise_xor(bits, unknown_zero), np.float32)  # rounded
+
     power = lax.convert_element_type(whole, np.float32)
     rest = lax.sub(x, lax.mul(power, constant(0.693359375)))  # exact: the constant has 9 bits
-    rest = lax.sub(rest, lax.mul(power, constant(-2.12194440e-4)))
+    rest = lax.sub(rest, product(power, constant(-2.12194440e-4)))
     tail = constant(1.9875691500e-4)
     for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-        tail = lax.add(lax.mul(tail, rest), constant(factor))
-    bits = lax.shift_left(lax.add(whole, constant(127, np.int32)), constant(23, np.int32))
-    sum_of_all = lax.add(lax.add(lax.mul(tail, lax.mul(rest, rest)), rest), constant(1))
+        tail = lax.add(product(tail, rest), constant(factor))
+    sum_of_all = lax.add(lax.add(product(tail, lax.mul(rest, rest)), rest), constant(1))
+    bits = lax.shift_left(biased, constant(23, np.int32))
     return lax.mul(sum_of_all, lax.bitcast_convert_type(bits, np.float32))
 
 

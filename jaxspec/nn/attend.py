@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.cache.window import Window
-from jaxspec.nn.dense import fewest_rows, whole_tiles
+from jaxspec.nn.dense import padded_rows, whole_tiles
 from jaxspec.nn.query_blocks import BLOCK, by_blocks, queries_at_once
 from jaxspec.nn.steady import exp, row_sum
 from jaxspec.shapes import Array
@@ -90,7 +90,7 @@ def attend(
     group = heads // kv_heads
     xs, each = (rows * count, 1) if tree else (rows, count)
     q = (q_BTHC * scale).reshape(xs, each, kv_heads, group, width).transpose(0, 2, 3, 1, 4)
-    padded = max(group * each, fewest_rows())
+    padded = padded_rows(group * each)
     q_XGQC = whole_tiles(q.reshape(xs, kv_heads, group * each, width).astype(dtype), 3, dtype)
     q_XGQC = jnp.pad(q_XGQC, ((0, 0), (0, 0), (0, padded - group * each), (0, 0)))
 

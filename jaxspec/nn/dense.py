@@ -15,7 +15,7 @@ from jaxspec.shapes import Array
 from pallas_kernels.quantized import Quantized, widen
 
 FEW_COLUMNS = 4
-TILE = 32  # bfloat16 numbers in a row of an AMX tile
+TILE, ROWS_OF_TILE = 32, 16  # an AMX tile: bfloat16 numbers in a row, and rows
 
 
 @cache
@@ -31,11 +31,18 @@ def has_tiles() -> bool:
 
 
 def fewest_rows() -> int:
-    """Returns the rows from which bfloat16 products on a CPU round each row alike, whatever their number.
+    """Returns the rows from which bfloat16 products on a CPU round each row alike, see ``padded_rows``."""
+    return (5 if jax.__version_info__ >= (0, 12) else 3) if has_tiles() else 2
 
-    One row takes a path of its own, with AMX two do, too (jax 0.10.2: ``tests/oracle/test_row_invariance.py``).
+
+def padded_rows(rows: int) -> int:
+    """Returns how many rows a bfloat16 product is computed of, so that a CPU rounds each alike, whatever their number.
+
+    One row takes a path of its own, with AMX two do, too, and so do as many after each 16 where a weight has some
+    hundred thousand numbers; with jax 0.12 up to four rows of small products do.
     """
-    return 3 if has_tiles() else 2
+    last = rows % ROWS_OF_TILE if has_tiles() else rows
+    return rows + max(fewest_rows() - last, 0) if last else rows
 
 
 def whole_tiles(x: Array, axis: int, dtype: jnp.dtype) -> Array:
@@ -96,8 +103,8 @@ def dense(
 ) -> Array:
     """Contracts the last axes of x with the first axes of w, accumulating in float32.
 
-    A single row is padded to ``fewest_rows`` and a few columns to four: on CPU such bfloat16 products take other paths,
-    7 times slower for one row, whose rounding differs from that of bigger ones.
+    Rows are padded to ``padded_rows`` and a few columns to four: on CPU fewer take other paths, 7 times slower for one
+    row, whose rounding differs.
 
     Args:
       x: [..., D] float array.
@@ -122,8 +129,8 @@ def dense(
         dtype = dtype or jnp.dtype(jnp.bfloat16)
         w = widen(w, dtype)
     rows = x_MD.shape[0]
-    if 0 < rows < fewest_rows():
-        x_MD = jnp.tile(x_MD, (-(-fewest_rows() // rows), 1))
+    if padded_rows(rows) > rows:
+        x_MD = jnp.pad(x_MD, ((0, padded_rows(rows) - rows), (0, 0)), mode="edge")
     w_DX = w.reshape(width, -1)
     columns = w_DX.shape[1]
     if columns < FEW_COLUMNS:
@@ -150,7 +157,7 @@ def batched_dense(x_XMC: Array, w: Array, *, contract: int, dtype: jnp.dtype, sp
       float32 [X, M, N].
     """
     rows = x_XMC.shape[1]
-    x_XMC = jnp.pad(x_XMC, ((0, 0), (0, max(spare, fewest_rows() - rows)), (0, 0)))
+    x_XMC = jnp.pad(x_XMC, ((0, 0), (0, padded_rows(rows + spare) - rows), (0, 0)))
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
     numbers = (((2,), (contract,)), ((0,), (0,)))
     x, w = whole_tiles(x_XMC.astype(dtype), 2, dtype), whole_tiles(w.astype(dtype), contract, dtype)
@@ -208,7 +215,9 @@ def per_head_dense(x_BTHC: Array, w: Array, *, contract: int, dtype: jnp.dtype, 
     """
     rows, count, heads, width = x_BTHC.shape
     if apart:
-        x_BTHC = jnp.pad(x_BTHC, ((0, 0), (0, fewest_rows() - 1), (0, 0), (0, 0)))
+        # However many rows a device has, their positions never end shortly after a tile.
+        whole = 1 << (fewest_rows() - 1).bit_length() if has_tiles() else 1
+        x_BTHC = jnp.pad(x_BTHC, ((0, 0), (0, whole - count % whole), (0, 0), (0, 0)))
     x_HMC = x_BTHC.reshape(-1, heads, width).swapaxes(0, 1)
     out_HMN = batched_dense(x_HMC, w, contract=contract, dtype=dtype, spare=0 if apart else 1)
     return out_HMN.swapaxes(0, 1).reshape(rows, -1, heads, out_HMN.shape[2])[:, :count]

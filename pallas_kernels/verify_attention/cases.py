@@ -178,8 +178,8 @@ class Sizes(Rows):
 
     def read_bytes(self, *arguments: Any) -> int:
         """Bytes of the cached entries that some query of a row sees, each once."""
-        k, v, position_BT = arguments[1], arguments[2], np.asarray(arguments[3])
-        first_B = 0 if self.span is None else np.maximum(first_seen(position_BT.min(axis=1), self.span), 0)
+        k, v, position_BT = arguments[1], arguments[2], jnp.asarray(arguments[3])
+        first_B = 0 if self.span is None else jnp.maximum(first_seen(position_BT.min(axis=1), self.span), 0)
         entry = sum(x.shape[1] * x.shape[3] * x.dtype.itemsize for x in (k, v) if x is not None)
         beside = self.count - 1 - int(self.depth_T.max())  # nodes of a tree that stand beside its longest path
         return int((position_BT.max(axis=1) + 1 - first_B).sum() + beside * self.rows) * entry

@@ -281,7 +281,7 @@ class _Reading(_Tile):
     def _turned(self, scratch: dict[str, Any], k: Any) -> Any:
         """The keys of a block as a right factor."""
         if not self.registers.simulated:
-            return mosaic_gpu().transpose_ref(k, (1, 0))
+            return k.transpose((1, 0))
         scratch["turned"][self.own] = k[...].T
         return scratch["turned"].at[self.own]
 

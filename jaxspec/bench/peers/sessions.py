@@ -145,9 +145,7 @@ class PeerSession:
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 pipe.close()
-        try:
-            process.wait(15)
-        except subprocess.TimeoutExpired:
+        if not self._ended():
             process.terminate()
             try:
                 process.wait(5)
@@ -177,10 +175,19 @@ class PeerSession:
             if not ready:
                 raise OSError(f"nothing within {limit_s:.0f} s")
             if not data:
+                self._ended()
                 raise OSError("it ended")
             self._pending += data
         line, _, self._pending = self._pending.partition(b"\n")
         return line
+
+    def _ended(self) -> bool:
+        """Waits for the process to end by itself; until then it may still write why it does."""
+        try:
+            self._process.wait(15)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     def _complaint(self) -> str:
         """Returns the last line that it wrote on standard error."""
