@@ -40,10 +40,7 @@ def polynomial_exp(x: jax.Array) -> jax.Array:
     unknown_zero = lax.shift_right_logical(biased, constant(8, np.int32))
 
     def product(a: jax.Array, b: jax.Array) -> jax.Array:
-        if not FUSES_SOME:
-            return lax.mul(a, b)
-        bits = lax.bitcast_convert_type(lax.mul(a, b), np.int32)
-        return lax.bitcast_convert_type(lax.bitwise_xor(bits, unknown_zero), np.float32)  # rounded
+        return rounded(lax.mul(a, b), unknown_zero) if FUSES_SOME else lax.mul(a, b)
 
     power = lax.convert_element_type(whole, np.float32)
     rest = lax.sub(x, lax.mul(power, constant(0.693359375)))  # exact: the constant has 9 bits
@@ -54,6 +51,16 @@ def polynomial_exp(x: jax.Array) -> jax.Array:
     sum_of_all = lax.add(lax.add(product(tail, lax.mul(rest, rest)), rest), constant(1))
     bits = lax.shift_left(biased, constant(23, np.int32))
     return lax.mul(sum_of_all, lax.bitcast_convert_type(bits, np.float32))
+
+
+def rounded(x: jax.Array, zero: jax.Array) -> jax.Array:
+    """Returns float32 x, a product, so that no compiler adds it to something before it was rounded.
+
+    Args:
+      x: the product.
+      zero: int32 that is 0, and of which the compiler does not know that; broadcast against x.
+    """
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, np.int32) ^ zero, np.float32)
 
 
 def total(x: jax.Array, axis: int, implementation: Implementation) -> jax.Array:

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jaxspec.shapes import Array
-from pallas_kernels.steady import polynomial_exp
+from pallas_kernels import steady as kernels
 
 
 @jax.custom_jvp
@@ -67,15 +67,11 @@ def _added_products_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 @jax.custom_jvp
 def rounded(x: Array, zero: Array) -> Array:
-    """Returns float32 x in such a way that no compiler adds it to something before it was rounded.
+    """Returns float32 x, a product, so that no compiler adds it before it was rounded; see the kernels' ``rounded``.
 
     A fused multiply-add would not round a product, and it depends on the program whether there is one.
-
-    Args:
-      x: a product.
-      zero: int32 that is 0, and of which the compiler does not know that; broadcast against x.
     """
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) ^ zero, jnp.float32)
+    return kernels.rounded(x, zero)
 
 
 @rounded.defjvp
@@ -101,7 +97,7 @@ def _halves(x: Array) -> tuple[Array, Array]:
 @jax.custom_jvp
 def exp(x: Array) -> Array:
     """Exponential of float32 to 8e-8, the same in every program; see ``polynomial_exp``."""
-    return polynomial_exp(x)
+    return kernels.polynomial_exp(x)
 
 
 @exp.defjvp

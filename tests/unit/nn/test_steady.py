@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec.nn.steady import row_argmax, tanh
+from pallas_kernels import steady
 
 
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 1000])
@@ -27,3 +28,13 @@ def test_what_is_no_number_wins_as_in_argmax():
 def test_tanh_is_that_of_numpy():
     x = np.concatenate([np.linspace(-20, 20, 4001), [-1e4, -1e-8, 0, 1e-8, 1e4]]).astype(np.float32)
     np.testing.assert_allclose(jax.jit(tanh)(x), np.tanh(x.astype(np.float64)), atol=1e-7)
+
+
+@pytest.mark.parametrize("fuses_some", [False, True])
+def test_exponentials_are_good_to_float32_in_both_forms(fuses_some: bool, monkeypatch: pytest.MonkeyPatch):
+    """The form for jax 0.12, whose products are rounded, runs here whatever jax is installed."""
+    monkeypatch.setattr(steady, "FUSES_SOME", fuses_some)
+    x = np.linspace(-86, 88, 100_001, dtype=np.float32)
+    program = jax.jit(lambda x: steady.polynomial_exp.__wrapped__(x)).lower(x)
+    assert ("xor" in program.as_text()) == fuses_some
+    np.testing.assert_allclose(program.compile()(x), np.exp(x.astype(np.float64)), rtol=1.2e-7)
