@@ -48,7 +48,7 @@ def arguments_of(settings: RunSettings, config: Mapping[str, Any], mesh: Mesh) -
     objective = HeadObjective(
         target.params, ids, base, net, settings.loss, remat=bool(t.remat), product=product, vocabulary=t.vocabulary
     )
-    optimizer = optimizer_of(settings.optimizer, t.steps)
+    optimizer = optimizer_of(settings.optimizer, t.steps, vocabulary=t.vocabulary)
     moments = jax.eval_shape(optimizer.init, params)
     token: Any = jax.ShapeDtypeStruct((t.accumulation, t.rows, settings.data.length), jnp.int32)
     truth: Any = jax.ShapeDtypeStruct(token.shape, bool)
@@ -105,7 +105,7 @@ def report_update(
     parts, places = settings.train.rows // (settings.train.micro_rows or settings.train.rows), None
     if count > 1:
         places = jax.tree.map(lambda x: x.sharding, arguments[0])
-    optimizer = optimizer_of(settings.optimizer, settings.train.steps)
+    optimizer = optimizer_of(settings.optimizer, settings.train.steps, vocabulary=settings.train.vocabulary)
     update: Any = make_update(loss_fn, optimizer, settings.seed, places, parts)
     with target_context(devices) if count == 1 else contextlib.nullcontext():
         compiled = update.lower(*arguments).compile()

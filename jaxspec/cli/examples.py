@@ -18,6 +18,7 @@ EXAMPLES = {
     ),
     "train": ("jaxspec train eagle3 --set target=DIR --set 'data.train=[\"answers.jsonl\"]' --out runs/mine",),
     "train policy": ("jaxspec train policy demo --set steps=10 --out runs/mine",),
+    "token-map": ("jaxspec token-map DIR answers.jsonl --size 32768 --output token_map.npy",),
     "plot": ("jaxspec plot runs/mine runs/other --output both.png",),
     "convert": ("jaxspec convert model.gguf DIR",),
     "export": ("jaxspec export runs/mine/best exported --format eagle3",),

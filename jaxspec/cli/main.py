@@ -22,6 +22,7 @@ COMMANDS = {
     "sizes": "Compile a model for 8 or 16 GPUs that need not be there; show what each would hold and exchange.",
     "train": "Fit a draft head to a model, going on where an earlier run stopped.",
     "train policy": "Fit a model to a verifiable reward, with rollouts that speculate.",
+    "token-map": "Count the tokens of a model's answers, and keep the most frequent ones for drafting.",
     "plot": "Draw losses and acceptance of training runs.",
     "convert": "Write a GGUF file as a model directory in Hugging Face layout.",
     "export": "Write a draft head in the format of another engine.",
@@ -33,7 +34,7 @@ COMMANDS = {
     "lm-eval": "Evaluate a model with lm-evaluation-harness; takes the harness's own flags.",
     "demo": "See speculation at work on the packaged demo models.",
 }
-MODULES = {"import": "import_head"}  # where a command is a word of Python's
+MODULES = {"import": "import_head", "token-map": "token_map"}  # where a command is no name of Python's
 VERSION = ("--version", "-V")
 
 

@@ -1,6 +1,6 @@
 """Drafting a block of tokens in one pass, as a chain or as a tree of its distributions."""
 
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,15 @@ from jaxspec.draft.autoregress import Root, draft
 from jaxspec.draft.draft_vocab import DraftVocab, expand_to_target_vocab
 from jaxspec.draft.network_drafter import CachedDrafter
 from jaxspec.draft.parallel import draft_from
+from jaxspec.draft.target_product import CutProduct, TargetDrafter
 from jaxspec.models.apply import apply
 from jaxspec.models.block_head import BlockHead
 from jaxspec.models.caches import Layout
-from jaxspec.models.transformer import Transformer, embed, head
+from jaxspec.models.transformer import Transformer, embed
 from jaxspec.nn.block_attention import streams_of
 from jaxspec.nn.inputs import Inputs
 from jaxspec.protocol import Anchor, CaptureSpec, Commit, Proposal, no_proposal
-from jaxspec.pytree import pytree, replace, static
+from jaxspec.pytree import pytree, static
 from jaxspec.shapes import Array, Params
 from jaxspec.topology import AnyTopology
 
@@ -55,7 +56,7 @@ class Draws:
 
 
 @pytree
-class BlockDrafter(CachedDrafter):
+class BlockDrafter(TargetDrafter, CachedDrafter):
     """Drafts with a head that fills in a block of masks after the anchor (DFlash; DDTree 2026, 2604.12989).
 
     Observing writes what the target's streams at committed positions project to, which depends on nothing else. The
@@ -63,9 +64,7 @@ class BlockDrafter(CachedDrafter):
     in training, however many of its drafts are asked for.
 
     Attributes:
-      base: the target's parameters, whose embedding and head are used where it has none of its own.
       net: the head.
-      target: the target's network.
     """
 
     params: Params
@@ -75,6 +74,7 @@ class BlockDrafter(CachedDrafter):
     target: Transformer = static()
     topology: AnyTopology = static()
     block: int = static(default=128)
+    product: CutProduct | None = None
     prefix_refusal = ""
     needs = "hidden"
 
@@ -82,10 +82,6 @@ class BlockDrafter(CachedDrafter):
     def reads(self) -> CaptureSpec:
         """The streams of the target that the head reads."""
         return self.net.spec.reads
-
-    @property
-    def vocab_size(self) -> int:
-        return self.target.arch.vocab_size
 
     @property
     def slack(self) -> int:
@@ -101,9 +97,6 @@ class BlockDrafter(CachedDrafter):
 
     def with_caches(self, state: tuple[Any, ...], caches: tuple[Any, ...]) -> tuple[Any, ...]:
         return caches
-
-    def update_target(self, params: Params) -> Self:
-        return replace(self, base=params)
 
     def init_state(self, rows: int, capacity: int, slack: int) -> tuple[Any, ...]:
         size, compute = self.cache_size(rows, capacity, slack), self.net.policy.compute
@@ -122,7 +115,7 @@ class BlockDrafter(CachedDrafter):
         logits_BKW = self._unary(last_BKD)
         every_B = jnp.ones(anchor.token_B.shape, bool)
         if not self.net.spec.follows:
-            draws: Any = Draws(expand_to_target_vocab(logits_BKW, self.vocab))
+            draws: Any = Draws(self._expanded(logits_BKW))
             return draft_from(self, draws, anchor, rule, every_B), state
         rows = self._rows(last_BKD, logits_BKW, anchor)
         token_B1, rank = anchor.token_B[:, None], self.net.spec.markov_rank
@@ -158,11 +151,16 @@ class BlockDrafter(CachedDrafter):
         return last_BSD[:, spec.first : spec.first + self.topology.max_depth], state
 
     def _unary(self, last_BKD: Array) -> Array:
-        """Logits of each row by itself, over the draft vocabulary."""
+        """Logits of each row by itself, over the head's own vocabulary or the target's."""
         last_BKD = apply(self.net, self.params, last_BKD, method="normed")
         if self.net.spec.draft_vocab:
             return self.net.spec.shaped(apply(self.net, self.params, last_BKD, method="logits"))
-        return self.net.spec.shaped(head(self.target, self.base, last_BKD))
+        logits = self.net.spec.shaped(self.target_logits(last_BKD))
+        return logits if self.product is None else expand_to_target_vocab(logits, self.vocab)
+
+    def _expanded(self, logits: Array) -> Array:
+        """Returns logits over the target's vocabulary, which those without a product of its own are over already."""
+        return expand_to_target_vocab(logits, self.vocab) if self.net.spec.draft_vocab else logits
 
     def _rows(self, last_BKD: Array, logits_BKW: Array, anchor: Anchor) -> Rows:
         if not self.net.spec.selector_rank:
@@ -186,7 +184,7 @@ class BlockDrafter(CachedDrafter):
         if spec.confidence != "none":
             confidence = jax.nn.sigmoid(apply(self.net, self.params, last, e, method="confidence"))
         if rows.candidate_BKX is None:
-            return Draws(expand_to_target_vocab(logits, self.vocab), confidence), state
+            return Draws(self._expanded(logits), confidence), state
         candidate = here(rows.candidate_BKX)
         context = apply(self.net, self.params, token_BT, last, method="context")
         logits = logits + apply(self.net, self.params, context, candidate, method="candidate_scores")

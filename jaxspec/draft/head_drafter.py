@@ -1,6 +1,6 @@
 """Drafting with a head that continues from the target's features and then from its own output."""
 
-from typing import Any, Self
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -14,6 +14,7 @@ from jaxspec.draft.medusa_drafter import MedusaDrafter
 from jaxspec.draft.mtp_drafter import MtpHeads
 from jaxspec.draft.network_drafter import CachedDrafter
 from jaxspec.draft.parallel import draft_from
+from jaxspec.draft.target_product import CutProduct, TargetDrafter
 from jaxspec.models.apply import apply
 from jaxspec.models.block_head import BlockHead
 from jaxspec.models.caches import Layout, init_layer_caches, unstacked
@@ -21,7 +22,7 @@ from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.medusa import Medusa
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.trained_head import Head
-from jaxspec.models.transformer import Transformer, embed, head
+from jaxspec.models.transformer import Transformer, embed
 from jaxspec.nn.inputs import Inputs
 from jaxspec.protocol import Anchor, CaptureSpec, Commit, Proposal
 from jaxspec.pytree import pytree, replace, static
@@ -45,7 +46,7 @@ class HeadState:
 
 
 @pytree
-class HeadDrafter(CachedDrafter):
+class HeadDrafter(TargetDrafter, CachedDrafter):
     """Drafts with a head of the EAGLE family, token by token or, with a mask token, all in one pass.
 
     Observing runs the head over the committed positions with what the target computed there, which predicts the
@@ -53,9 +54,7 @@ class HeadDrafter(CachedDrafter):
     a mask token runs the other drafts' slots at once, every one on the mask (P-EAGLE).
 
     Attributes:
-      base: the target's parameters, whose embedding and head are used where it has none of its own.
       net: the head.
-      target: the target's network.
     """
 
     params: Params
@@ -65,6 +64,7 @@ class HeadDrafter(CachedDrafter):
     target: Transformer = static()
     topology: AnyTopology = static()
     block: int = static(default=128)
+    product: CutProduct | None = None
     prefix_refusal = ""
     needs = "hidden"
 
@@ -72,13 +72,6 @@ class HeadDrafter(CachedDrafter):
     def reads(self) -> CaptureSpec:
         """The hidden states of the target that the head reads."""
         return self.net.spec.reads
-
-    @property
-    def vocab_size(self) -> int:
-        return self.target.arch.vocab_size
-
-    def update_target(self, params: Params) -> Self:
-        return replace(self, base=params)
 
     def init_state(self, rows: int, capacity: int, slack: int) -> HeadState:
         arch = self.net.spec.arch
@@ -117,9 +110,11 @@ class HeadDrafter(CachedDrafter):
         return self._slots(token_BT, feature, position_BT, state, window)
 
     def logits(self, last_BTD: Array) -> Array:
-        if not self.net.spec.draft_vocab:
-            return head(self.target, self.base, last_BTD)
-        return expand_to_target_vocab(apply(self.net, self.params, last_BTD, method="logits"), self.vocab)
+        if self.net.spec.draft_vocab:
+            logits = apply(self.net, self.params, last_BTD, method="logits")
+        else:
+            logits = self.target_logits(last_BTD)
+        return expand_to_target_vocab(logits, self.vocab)
 
     def experts(self, last_BTD: Array) -> Array | None:
         spec = self.net.spec

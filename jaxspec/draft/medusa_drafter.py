@@ -1,30 +1,26 @@
 """Drafting with Medusa heads: every depth from the one hidden state of the last committed position."""
 
-from typing import Self
-
 import jax.numpy as jnp
 
 from jaxspec.draft.draft_vocab import DraftVocab, expand_to_target_vocab
 from jaxspec.draft.last_hidden import gather_last, scatter_last
-from jaxspec.draft.network_drafter import NetworkDrafter
 from jaxspec.draft.parallel import draft_from
+from jaxspec.draft.target_product import CutProduct, TargetDrafter
 from jaxspec.models.apply import apply
 from jaxspec.models.medusa import Medusa
-from jaxspec.models.transformer import Transformer, head
+from jaxspec.models.transformer import Transformer
 from jaxspec.protocol import Anchor, Commit, Proposal
-from jaxspec.pytree import pytree, replace, static
+from jaxspec.pytree import pytree, static
 from jaxspec.shapes import Array, Params
 from jaxspec.topology import AnyTopology
 
 
 @pytree
-class MedusaDrafter(NetworkDrafter):
+class MedusaDrafter(TargetDrafter):
     """Drafts as many tokens as it has heads (Cai 2024, 2401.10774); chains, and trees of the heads' best tokens.
 
     Attributes:
-      base: the target's parameters, whose head is used where they have none of their own.
       net: the heads.
-      target: the target's network.
     """
 
     params: Params
@@ -33,11 +29,9 @@ class MedusaDrafter(NetworkDrafter):
     net: Medusa = static()
     target: Transformer = static()
     topology: AnyTopology = static()
+    product: CutProduct | None = None
     prefix_refusal = ""
     needs = "hidden"
-
-    def update_target(self, params: Params) -> Self:
-        return replace(self, base=params)
 
     def init_state(self, rows: int, capacity: int, slack: int) -> Array:
         return jnp.zeros((rows, self.net.spec.dim))
@@ -50,7 +44,5 @@ class MedusaDrafter(NetworkDrafter):
         return scatter_last(state, gather_last(commit.hidden.last_BTD, commit), commit)
 
     def logits(self, last_BTD: Array) -> Array:
-        spec = self.net.spec
-        if spec.draft_vocab:
-            return expand_to_target_vocab(last_BTD, self.vocab)
-        return head(self.target, self.base, last_BTD)
+        logits = last_BTD if self.net.spec.draft_vocab else self.target_logits(last_BTD)
+        return expand_to_target_vocab(logits, self.vocab)

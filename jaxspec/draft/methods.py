@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from jaxspec.draft.corpus import LookupCorpus
 from jaxspec.draft.draft_pruning import NO_PRUNING, PruningConfig, pruning_of
 from jaxspec.draft.early_exit import first_layers
@@ -14,6 +16,7 @@ from jaxspec.draft.ngram import Ngram
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.draft.speculation_schedule import SpeculationSchedule, schedule_of
 from jaxspec.draft.speculative_keys import DYNAMIC_KEYS, SpeculativeKeys, read_keys
+from jaxspec.draft.target_product import with_token_map
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.models.block_head import BlockHead
@@ -49,6 +52,7 @@ class SpeculativeConfig:
       spec_factor: its drafts per matched token, at most.
       exit_layer: layers of the target that draft, for ``early_exit``.
       pruning: which drafts are left out before they are drawn.
+      token_map: file of the tokens that are drafted alone, None for all.
     """
 
     method: str
@@ -65,6 +69,7 @@ class SpeculativeConfig:
     revision: str | None = None
     quantization: str | None = None
     expected_length: float | None = None
+    token_map: str | None = None
 
     @property
     def topology(self) -> AnyTopology:
@@ -125,6 +130,7 @@ def parse(config: Mapping[str, Any] | None) -> SpeculativeConfig:
     return SpeculativeConfig(
         method, schedule, rule, keys.model, **lookup, exit_layer=keys.exit_layer or 0, pruning=pruning,
         revision=keys.revision, quantization=keys.quantization, expected_length=keys.expected_acceptance_length,
+        token_map=keys.speculative_token_map,
     )  # fmt: skip
 
 
@@ -134,6 +140,10 @@ def _check_model(keys: SpeculativeKeys, method: str) -> None:
     for key in keys.given("model", "revision", "quantization"):
         if own or method not in (*WITH_MODEL, "mtp"):
             raise ConfigError(f'speculative_config: method "{method}" takes no "{key}"; leave one of them out')
+    if keys.speculative_token_map is not None and method in ("ngram", "suffix"):
+        raise ConfigError(
+            f'speculative_config: method "{method}" computes no vocabulary product; leave speculative_token_map out'
+        )
     if method in WITH_MODEL and not keys.model:
         kind = "draft model" if method == "draft_model" else "head" if method in HEADS else "draft model or head"
         raise ConfigError(
@@ -210,6 +220,7 @@ def build(
     block: int,
     model: tuple[Transformer | Mtp, Params] | Head | None = None,
     corpus: LookupCorpus | None = None,
+    ids_W: np.ndarray | None = None,
 ) -> Drafter:
     """Builds the drafter of a checked config for a target.
 
@@ -219,6 +230,7 @@ def build(
       block: positions that attention reads at a time.
       model: network and parameters of the draft model or of the target's multi-token prediction, or a head.
       corpus: what lookups look up besides.
+      ids_W: the tokens that are drafted alone, ascending; None for all that it knows.
 
     Raises:
       ConfigError: trees are asked for where attention cannot verify or draft them, or the head is of another kind.
@@ -237,6 +249,8 @@ def build(
         drafter = _head_drafter(config, target, model, block)
     else:
         drafter = _model_drafter(config, target, model, block)
+    if ids_W is not None:
+        drafter = _with_token_map(config, target, drafter, ids_W)
     if config.method != "hybrid":
         return drafter
     return Hybrid(_lookup_drafter(config, corpus), drafter)
@@ -285,6 +299,28 @@ def _model_drafter(
     _check_tree(config, draft.arch, draft.arch.layers, "the draft model")
     other = draft.arch.vocab_size != net.arch.vocab_size
     return SmallLm(weights, draft, config.topology, block, net.arch.vocab_size if other else 0)
+
+
+def _with_token_map(
+    config: SpeculativeConfig, target: tuple[Transformer, Params], drafter: Any, ids_W: np.ndarray
+) -> Drafter:
+    """Lets a drafter that uses a product over a whole vocabulary draft some of its tokens alone."""
+    own = drafter.net.arch.mtp_form.own_heads if isinstance(drafter, MtpHeads) else False
+    if isinstance(drafter, SmallLm):
+        target = drafter.net, drafter.params
+    elif not isinstance(drafter, MtpHeads):
+        own = bool(drafter.net.spec.draft_vocab)
+    if own:
+        raise ConfigError(
+            f"speculative_config: speculative_token_map is for drafters that use the target's vocabulary product, but "
+            f"{config.model or PREDICTION} has its own; leave it out"
+        )
+    if ids_W[-1] >= target[0].arch.vocab_size:
+        raise ConfigError(
+            f"speculative_config: {config.token_map} names token {ids_W[-1]}, but the draft model has "
+            f"{target[0].arch.vocab_size}; leave such tokens out"
+        )
+    return with_token_map(drafter, *target, ids_W)
 
 
 def _check_tree(config: SpeculativeConfig, arch: ArchSpec, layers: tuple[LayerSpec, ...], whose: str) -> None:

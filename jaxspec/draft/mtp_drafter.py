@@ -1,19 +1,21 @@
 """The target's own layers of multi-token prediction as a drafter: they continue from its hidden states."""
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import jax.numpy as jnp
 
 from jaxspec.cache.window import Window
 from jaxspec.draft.autoregress import Root, draft
+from jaxspec.draft.draft_vocab import DraftVocab, expand_to_target_vocab
 from jaxspec.draft.last_hidden import committed_rows, gather_last, last_index, scatter_last
 from jaxspec.draft.network_drafter import CachedDrafter
+from jaxspec.draft.target_product import CutProduct, TargetDrafter
 from jaxspec.models.apply import apply
 from jaxspec.models.arch import MtpForm
 from jaxspec.models.caches import Layout, init_layer_caches, unstacked
 from jaxspec.models.mtp import Caches, Mtp, feature_shape
-from jaxspec.models.transformer import Transformer, embed, head
+from jaxspec.models.transformer import Transformer, embed
 from jaxspec.nn.inputs import Inputs
 from jaxspec.protocol import Anchor, Commit, Proposal
 from jaxspec.pytree import pytree, replace, static
@@ -53,7 +55,7 @@ class LayerInputs:
 
 
 @pytree
-class MtpHeads(CachedDrafter):
+class MtpHeads(TargetDrafter, CachedDrafter):
     """Drafts with the layers that were trained together with the target (DeepSeek-V3 2024, section 2.2).
 
     At position j the first layer joins the target's hidden state there with the embedding of token j + 1 and predicts
@@ -66,9 +68,7 @@ class MtpHeads(CachedDrafter):
     lies m positions further on: as SGLang's ``multi_layer_eagle_worker_v2.py`` runs them, for which it was contributed.
 
     Attributes:
-      base: the target's parameters, whose embedding and head are used.
       net: the layers.
-      target: the target's network.
     """
 
     params: Params
@@ -77,12 +77,9 @@ class MtpHeads(CachedDrafter):
     target: Transformer = static()
     topology: AnyTopology = static()
     block: int = static(default=128)
-    vocab = None
+    vocab: DraftVocab | None = None
+    product: CutProduct | None = None
     needs = "hidden"
-
-    @property
-    def vocab_size(self) -> int:
-        return self.net.arch.vocab_size
 
     @property
     def stages(self) -> int:
@@ -96,9 +93,6 @@ class MtpHeads(CachedDrafter):
     @property
     def _form(self) -> MtpForm:
         return self.net.arch.mtp_form
-
-    def update_target(self, params: Params) -> Self:
-        return replace(self, base=params)
 
     def init_state(self, rows: int, capacity: int, slack: int) -> MtpState:
         arch = self.net.arch
@@ -159,7 +153,8 @@ class MtpHeads(CachedDrafter):
         return MtpState(tuple(caches), tuple(kept))
 
     def logits(self, last_BTD: Array) -> Array:
-        return last_BTD if self._form.own_heads else head(self.target, self.base, last_BTD)
+        logits = last_BTD if self._form.own_heads else self.target_logits(last_BTD)
+        return expand_to_target_vocab(logits, self.vocab)
 
     def _observe_layer(
         self, layer: int, inputs: LayerInputs, feature: Array, cache: Any, output_index_B: Array | None

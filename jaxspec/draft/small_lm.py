@@ -1,15 +1,19 @@
 """A small language model as drafter: dense or MoE, its own cache, chains and trees."""
 
+from typing import Self
+
 import jax.numpy as jnp
 
 from jaxspec.cache.window import Window
 from jaxspec.draft.autoregress import draft
+from jaxspec.draft.draft_vocab import DraftVocab, expand_to_target_vocab
 from jaxspec.draft.network_drafter import CachedDrafter
+from jaxspec.draft.target_product import CutProduct, cut_product
 from jaxspec.models.caches import Layout, init_caches, layout
 from jaxspec.models.transformer import Caches, Transformer, forward, head
 from jaxspec.nn.inputs import Inputs
 from jaxspec.protocol import Anchor, Commit, Proposal
-from jaxspec.pytree import pytree, static
+from jaxspec.pytree import pytree, replace, static
 from jaxspec.shapes import Array, Params
 from jaxspec.topology import DynamicTree, Topology
 
@@ -24,6 +28,7 @@ class SmallLm(CachedDrafter):
     Attributes:
       net: its network.
       target_vocab: V of the target, 0 where it is the model's own.
+      vocab, product: the tokens that it drafts, and its vocabulary product for these; None for all.
     """
 
     params: Params
@@ -31,7 +36,8 @@ class SmallLm(CachedDrafter):
     topology: Topology | DynamicTree = static()
     block: int = static(default=128)
     target_vocab: int = static(default=0)
-    vocab = None
+    vocab: DraftVocab | None = None
+    product: CutProduct | None = None
     prefix_refusal = ""
     needs = "tokens"
 
@@ -68,7 +74,15 @@ class SmallLm(CachedDrafter):
         hidden = forward(self.net, self.params, Inputs(token_BT, position_BT, window, state))
         return hidden.last_BTD, None, hidden.caches
 
+    def update_params(self, params: Params) -> Self:
+        new = super().update_params(params)
+        if new.vocab is None:
+            return new
+        return replace(new, product=cut_product(new.net, new.params, new.vocab.token_W))
+
     def logits(self, last_BTD: Array) -> Array:
+        if self.product is not None:
+            return expand_to_target_vocab(self.product.logits(last_BTD), self.vocab)
         logits, lacking = head(self.net, self.params, last_BTD), self.vocab_size - self.net.arch.vocab_size
         if lacking > 0:
             return jnp.pad(logits, ((0, 0), (0, 0), (0, lacking)), constant_values=-jnp.inf)

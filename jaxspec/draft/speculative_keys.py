@@ -36,6 +36,7 @@ MUST_BE = {
     "suffix_decoding_cache_tokens": POSITIVE,
     "suffix_decoding_max_spec_factor": "a number above 0",
     "exit_layer": POSITIVE,
+    "speculative_token_map": "the name of a file of token ids",
     "verify_budget": '"auto" or "off"',
     "draft_confidence_threshold": "a number from 0 to below 1",
     "expected_acceptance_length": "a number from 1",
@@ -61,6 +62,7 @@ class SpeculativeKeys(msgspec.Struct, frozen=True, kw_only=True):
     suffix_decoding_cache_tokens: PositiveInt | None = None
     suffix_decoding_max_spec_factor: Annotated[float, Meta(gt=0)] | None = None
     exit_layer: PositiveInt | None = None
+    speculative_token_map: str | None = None
     num_speculative_tokens: Length | Literal["auto"] | None = None
     max_num_speculative_tokens: Length | None = None
     num_speculative_tokens_per_batch_size: Any = None

@@ -148,20 +148,32 @@ class Transformer(nn.Module):
 
     def logits(self, last: Array) -> Array:
         """Head over [..., D] final hidden states, float32 [..., V]."""
-        if self.arch.embed_dim:
-            last = dense(last, self.project_out_DX, dtype=self.policy.compute.dtype)
         head_DV = self.head_DV if self.policy.layout.own_head or not self.arch.tied else self.embed_VD.T
         bias_V = self.head_bias_V if self.arch.head_bias else None
-        logits = dense(last, head_DV, bias_V, dtype=self.policy.compute.dtype)
-        logits = logits if self.arch.logit_scale == 1 else logits * self.arch.logit_scale
-        cap = self.arch.logit_cap
-        return cap * tanh(logits / cap) if cap else logits
+        return vocabulary_logits(self, last, head_DV, bias_V, self.project_out_DX if self.arch.embed_dim else None)
 
     def logits_of(self, token_BT: Array, position_BT: Array, segment_BT: Array | None = None) -> tuple[Array, Hidden]:
         """Teacher-forced logits of whole sequences, float32 [B, T, V], and the hidden states with expert choices."""
         packed = None if segment_BT is None else Segments(segment_BT)
         hidden = self(Inputs(token_BT, position_BT, packed, routes=True))
         return self.logits(hidden.last_BTD), hidden
+
+
+def vocabulary_logits(net: Transformer, last: Array, head_DV: Any, bias_V: Array | None, out_DX: Any) -> Array:
+    """Logits of final hidden states from the weights of a network's vocabulary product, float32 [..., V].
+
+    Args:
+      net: the network.
+      last: [..., D].
+      head_DV: weights of all tokens, or of some.
+      bias_V: their bias, None without one.
+      out_DX: what leads to the width of the embedding, None where it is the model's.
+    """
+    arch, dtype = net.arch, net.policy.compute.dtype
+    last = last if out_DX is None else dense(last, out_DX, dtype=dtype)
+    logits = dense(last, head_DV, bias_V, dtype=dtype)
+    logits = logits if arch.logit_scale == 1 else logits * arch.logit_scale
+    return arch.logit_cap * tanh(logits / arch.logit_cap) if arch.logit_cap else logits
 
 
 def forward(net: Transformer, params: Params, inputs: Inputs) -> Hidden:

@@ -31,10 +31,7 @@ class Corpus:
 
     def token_counts(self, vocab_size: int) -> np.ndarray:
         """Counts how often each token is trained on, int64 [V]."""
-        count_V = np.zeros(vocab_size, np.int64)
-        for document in self.rows.documents:
-            count_V += np.bincount(document.token_T[document.loss_T], minlength=vocab_size)
-        return count_V
+        return token_counts(self.rows.documents, vocab_size)
 
     def digest(self) -> str:
         """Returns a digest of what is trained on, in its order."""
@@ -42,6 +39,14 @@ class Corpus:
         for document in (*self.rows.documents, *self.held_out):
             digest.update(document.token_T.tobytes() + document.loss_T.tobytes())
         return digest.hexdigest()[:32]
+
+
+def token_counts(documents: Sequence[Document], vocab_size: int) -> np.ndarray:
+    """Counts how often each token of documents is trained on, int64 [V]."""
+    count_V = np.zeros(vocab_size, np.int64)
+    for document in documents:
+        count_V += np.bincount(document.token_T[document.loss_T], minlength=vocab_size)
+    return count_V
 
 
 def load_corpus(

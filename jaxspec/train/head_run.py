@@ -73,7 +73,7 @@ def make_run(
         directory=Path(settings.out),
         steps=t.steps,
         init=lambda: head.init(jax.random.key(settings.seed, impl="rbg")),  # a third of the time to compile
-        optimizer=optimizer_of(settings.optimizer, t.steps),
+        optimizer=optimizer_of(settings.optimizer, t.steps, vocabulary=t.vocabulary),
         loss_fn=loss_fn,
         batches=batches_from(settings, corpus.rows, mesh),
         frozen=objective,

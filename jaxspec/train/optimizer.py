@@ -1,5 +1,7 @@
 """AdamW and Muon for draft heads, and their learning rates by update."""
 
+from functools import partial
+
 import jax
 import msgspec
 import optax
@@ -30,10 +32,13 @@ def schedule_of(settings: OptimizerSettings, steps: int) -> optax.Schedule:
     return optax.join_schedules([optax.linear_schedule(peak / (warmup + 1), peak, warmup), later], [warmup])
 
 
-def optimizer_of(settings: OptimizerSettings, steps: int) -> optax.GradientTransformation:
-    """Returns Muon for matrices and AdamW for the rest where the settings give a rate for it, else AdamW for all."""
+def optimizer_of(settings: OptimizerSettings, steps: int, *, vocabulary: bool = True) -> optax.GradientTransformation:
+    """Returns Muon for matrices and AdamW for the rest where the settings give a rate for it, else AdamW for all.
+
+    Without ``vocabulary`` the vocabulary product, which has no gradients then, is not decayed either.
+    """
     if not settings.muon:
-        return adamw(settings, steps)
+        return adamw(settings, steps, vocabulary=vocabulary)
     first, second = settings.betas
     rule = muon(
         schedule_of(msgspec.structs.replace(settings, learning_rate=settings.muon), steps),
@@ -58,12 +63,16 @@ def matrices(params: Params) -> Params:
     return jax.tree_util.tree_map_with_path(axes, params)
 
 
-def adamw(settings: OptimizerSettings, steps: int) -> optax.GradientTransformation:
+def adamw(settings: OptimizerSettings, steps: int, *, vocabulary: bool = True) -> optax.GradientTransformation:
     """Returns AdamW (Loshchilov 2019) with the gradient's norm limited; only matrices are decayed."""
     first, second = settings.betas
+
+    def decays(path: tuple, leaf: jax.Array) -> bool:
+        return leaf.ndim > 1 and (vocabulary or declared(path).part != "head")
+
     rule = optax.adamw(
         schedule_of(settings, steps), first, second, settings.eps, weight_decay=settings.weight_decay,
-        mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
+        mask=partial(jax.tree_util.tree_map_with_path, decays),
     )  # fmt: skip
     return _clipped(settings, rule)
 

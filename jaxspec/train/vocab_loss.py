@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 
 from jaxspec.models.apply import apply
@@ -47,10 +48,10 @@ def vocab_loss(params: Params, task: VocabTask, last_SBTD: tuple[Array, ...]) ->
     ``last_SBTD`` is what the vocabulary product reads, by round. Gradients are computed together with the loss, in the
     same walk over the positions, so the vocabulary product is not computed twice.
     """
-    inner: Any = params["params"]
-    reads = task.objective.vocabulary
-    trained = {name: leaf for name, leaf in inner.items() if reads and _reads(task.objective.net, name)}
-    rest = {name: leaf for name, leaf in inner.items() if name not in trained}
+    flat: Any = flatten_dict(params["params"])
+    held = () if task.objective.vocabulary else PRODUCTS
+    trained = {path: x for path, x in flat.items() if _reads(task.objective.net, path[0]) and path[-1] not in held}
+    rest = {path: x for path, x in flat.items() if path not in trained}
     return _loss(trained, task, lax.stop_gradient(rest), last_SBTD)
 
 
@@ -65,7 +66,7 @@ def position_bytes(vocab_size: int, draft_vocab: int, rounds: int) -> int:
 
 
 def _reads(net: Net, name: str) -> bool:
-    """Whether the vocabulary product reads a parameter of the trained network."""
+    """Whether the walk over the vocabulary reads a parameter, or parameters of one name, of the trained network."""
     if isinstance(net, Medusa):
         return True
     if isinstance(net, BlockHead):
@@ -131,7 +132,7 @@ def _rounds(
     task: VocabTask, rest: Params, p: TargetPrediction, share_SBX: Array, trained: Params, lasts: tuple[Array, ...]
 ) -> tuple[Array, Array]:
     """Loss of some positions of all rounds, and where each draft is the target's best token."""
-    params: Any = {"params": {**rest, **trained}}
+    params: Any = {"params": unflatten_dict({**rest, **trained})}
     net, total = task.objective.net, jnp.float32(0)
     if isinstance(net, BlockHead):
         (last_BXD,) = lasts

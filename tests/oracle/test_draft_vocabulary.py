@@ -71,6 +71,39 @@ def test_speculation_gives_the_same_text(target: Path, tmp_path: Path, size: int
     assert sum(metrics[0]) <= (22 if size > PADDED else 60) < sum(metrics[1]) == 80
 
 
+@pytest.mark.parametrize("mesh", [None, {"tensor": 2}])
+def test_a_token_map_gives_the_same_text(target: Path, tmp_path: Path, mesh: dict[str, int] | None):
+    """A draft of all that the target says is right with the tokens of that text alone, and wrong without some."""
+    prompts, steps = [[2, 3, 4, 5, 6], [20, 30, 40]], []
+    params = [SamplingParams(temperature=t, seed=5, max_tokens=40, ignore_eos=True) for t in (0.0, 0.9)]
+    texts = [out.outputs[0].token_ids for out in LLM(target, **SETTINGS).generate(prompts, params)]
+    said = np.unique(np.concatenate(texts))
+    for ids in (said[::-1], said[: len(said) // 2]):
+        np.save(tmp_path / "map.npy", ids)
+        config = {"model": str(target), "speculative_token_map": str(tmp_path / "map.npy"), "num_speculative_tokens": 3}
+        outputs = LLM(target, speculative_config=config, mesh=mesh, **SETTINGS).generate(prompts, params)
+        assert [out.outputs[0].token_ids for out in outputs] == texts
+        steps.append(sum(out.metrics.num_steps for out in outputs))
+    assert steps[0] <= 22 < steps[1] < 80
+
+
+@pytest.mark.parametrize(
+    ("ids", "why"),
+    [
+        (None, "cannot be read .No such file.*as jaxspec token-map writes it"),
+        (np.array([0.5, 1.5]), "must hold integers, got float64"),
+        (np.array([1, PADDED]), f"ids from 1 to {PADDED}, but the target has {PADDED} tokens"),
+        (np.array([], np.int64), "at least one id is needed"),
+    ],
+)
+def test_a_token_map_that_is_none_is_refused(target: Path, tmp_path: Path, ids: np.ndarray | None, why: str):
+    if ids is not None:
+        np.save(tmp_path / "map.npy", ids)
+    config = {"model": str(target), "speculative_token_map": str(tmp_path / "map.npy"), "num_speculative_tokens": 3}
+    with pytest.raises(ConfigError, match=f"speculative_token_map: .*map.npy.* {why}"):
+        LLM(target, speculative_config=config, **SETTINGS)
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_drafts_are_of_the_target_vocabulary(size: int):
     arch = arch_of({**CONFIG, "vocab_size": size, "num_hidden_layers": 1})

@@ -38,6 +38,7 @@ from tests.unit.train.test_unroll import (
     texts,
 )
 from tests.unit.train.test_unroll import initial as initial_of
+from tests.unit.train.test_vocab_loss import check_held
 
 UPDATES = 300
 choose = jax.jit(choose_anchors, static_argnums=0)
@@ -170,6 +171,24 @@ def test_the_losses_are_those_of_the_papers():
             wanted = (0.8 ** np.arange(net.spec.drafts) * mask * (0.1 * ce + 1.8 * (1 - overlap) + bce)).sum()
         np.testing.assert_allclose(total, wanted / mask[:, 0].sum(), rtol=1e-4)
         assert float(metrics["trained_tokens"]) == mask[:, 0].sum()
+
+
+@pytest.mark.parametrize("name", ["dspark", "dflash2"])
+def test_what_drafts_follow_from_is_trained_though_the_product_is_not(name: str):
+    """The Markov head's table and the selector read the vocabulary, too, and are no part of its product."""
+    net = BlockHead(replace(SPECS[name], draft_vocab=VOCAB), EXACT)
+    params, batch = initial_of(net), batch_of(texts(1))
+    teacher = run_teacher(*target(), batch, net.spec.reads)
+    usual = objective_of(net, block={"anchors": 8, "selector" if name == "dflash2" else "confidence": 1.0})
+
+    @jax.jit
+    def graded(params: Any) -> Any:
+        def loss(params: Any, objective: HeadObjective) -> Any:
+            return block_loss(objective, net, params, teacher, batch, jax.random.key(0))[0]
+
+        return [jax.grad(loss)(params, objective) for objective in (replace(usual, vocabulary=False), usual)]
+
+    check_held(*graded(params))
 
 
 @partial(jax.jit, static_argnums=0)

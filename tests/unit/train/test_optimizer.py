@@ -64,3 +64,13 @@ def test_without_a_rate_there_is_adamw_alone(params: Any):
 def test_a_rate_below_zero():
     with pytest.raises(ConfigError, match=r"optimizer: muon must be at least 0, got -1"):
         OptimizerSettings(muon=-1.0)
+
+
+@pytest.mark.parametrize("muon", [0.0, 0.1])
+def test_a_product_that_is_not_trained_does_not_decay(params: Any, muon: float):
+    settings = OptimizerSettings(learning_rate=0.5, muon=muon, schedule="constant", warmup=0, weight_decay=0.1)
+    ones, none = (jax.tree.map(like, params) for like in (jnp.ones_like, jnp.zeros_like))
+    change = change_of(optimizer_of(settings, 5, vocabulary=False), ones, none)
+    flat = {path[-1].key: x for path, x in jax.tree_util.tree_leaves_with_path(change)}
+    assert not jnp.any(flat["head_DW"])
+    assert jnp.all(flat["fc_XD"] < 0)
