@@ -84,6 +84,10 @@ class BlockDrafter(TargetDrafter, CachedDrafter):
         return self.net.spec.reads
 
     @property
+    def own_product(self) -> bool:
+        return bool(self.net.spec.draft_vocab)
+
+    @property
     def slack(self) -> int:
         return max(self.topology.write_ahead, self.net.spec.block_size)
 
@@ -153,14 +157,14 @@ class BlockDrafter(TargetDrafter, CachedDrafter):
     def _unary(self, last_BKD: Array) -> Array:
         """Logits of each row by itself, over the head's own vocabulary or the target's."""
         last_BKD = apply(self.net, self.params, last_BKD, method="normed")
-        if self.net.spec.draft_vocab:
+        if self.own_product:
             return self.net.spec.shaped(apply(self.net, self.params, last_BKD, method="logits"))
         logits = self.net.spec.shaped(self.target_logits(last_BKD))
         return logits if self.product is None else expand_to_target_vocab(logits, self.vocab)
 
     def _expanded(self, logits: Array) -> Array:
         """Returns logits over the target's vocabulary, which those without a product of its own are over already."""
-        return expand_to_target_vocab(logits, self.vocab) if self.net.spec.draft_vocab else logits
+        return expand_to_target_vocab(logits, self.vocab) if self.own_product else logits
 
     def _rows(self, last_BKD: Array, logits_BKW: Array, anchor: Anchor) -> Rows:
         if not self.net.spec.selector_rank:

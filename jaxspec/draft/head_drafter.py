@@ -73,6 +73,10 @@ class HeadDrafter(TargetDrafter, CachedDrafter):
         """The hidden states of the target that the head reads."""
         return self.net.spec.reads
 
+    @property
+    def own_product(self) -> bool:
+        return bool(self.net.spec.draft_vocab)
+
     def init_state(self, rows: int, capacity: int, slack: int) -> HeadState:
         arch = self.net.spec.arch
         caches = init_layer_caches(arch.layers, self.net.policy, self.cache_size(rows, capacity, slack))
@@ -110,7 +114,7 @@ class HeadDrafter(TargetDrafter, CachedDrafter):
         return self._slots(token_BT, feature, position_BT, state, window)
 
     def logits(self, last_BTD: Array) -> Array:
-        if self.net.spec.draft_vocab:
+        if self.own_product:
             logits = apply(self.net, self.params, last_BTD, method="logits")
         else:
             logits = self.target_logits(last_BTD)

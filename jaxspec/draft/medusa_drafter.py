@@ -33,6 +33,10 @@ class MedusaDrafter(TargetDrafter):
     prefix_refusal = ""
     needs = "hidden"
 
+    @property
+    def own_product(self) -> bool:
+        return bool(self.net.spec.draft_vocab)
+
     def init_state(self, rows: int, capacity: int, slack: int) -> Array:
         return jnp.zeros((rows, self.net.spec.dim))
 
@@ -44,5 +48,5 @@ class MedusaDrafter(TargetDrafter):
         return scatter_last(state, gather_last(commit.hidden.last_BTD, commit), commit)
 
     def logits(self, last_BTD: Array) -> Array:
-        logits = last_BTD if self.net.spec.draft_vocab else self.target_logits(last_BTD)
+        logits = last_BTD if self.own_product else self.target_logits(last_BTD)
         return expand_to_target_vocab(logits, self.vocab)

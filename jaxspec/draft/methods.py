@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from jaxspec.draft.corpus import LookupCorpus
 from jaxspec.draft.draft_pruning import NO_PRUNING, PruningConfig, pruning_of
+from jaxspec.draft.draft_vocab import make_draft_vocab
 from jaxspec.draft.early_exit import first_layers
 from jaxspec.draft.head_drafter import head_drafter
 from jaxspec.draft.hybrid import Hybrid
@@ -16,7 +15,6 @@ from jaxspec.draft.ngram import Ngram
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.draft.speculation_schedule import SpeculationSchedule, schedule_of
 from jaxspec.draft.speculative_keys import DYNAMIC_KEYS, SpeculativeKeys, read_keys
-from jaxspec.draft.target_product import with_token_map
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.models.block_head import BlockHead
@@ -24,6 +22,7 @@ from jaxspec.models.medusa import Medusa
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer
+from jaxspec.models.vocab import read_ids
 from jaxspec.protocol import Drafter, NoDrafts, VerifyRule
 from jaxspec.shapes import Params
 from jaxspec.topology import PLAIN, AnyTopology, DynamicTree, Topology
@@ -220,7 +219,6 @@ def build(
     block: int,
     model: tuple[Transformer | Mtp, Params] | Head | None = None,
     corpus: LookupCorpus | None = None,
-    ids_W: np.ndarray | None = None,
 ) -> Drafter:
     """Builds the drafter of a checked config for a target.
 
@@ -230,10 +228,10 @@ def build(
       block: positions that attention reads at a time.
       model: network and parameters of the draft model or of the target's multi-token prediction, or a head.
       corpus: what lookups look up besides.
-      ids_W: the tokens that are drafted alone, ascending; None for all that it knows.
 
     Raises:
-      ConfigError: trees are asked for where attention cannot verify or draft them, or the head is of another kind.
+      ConfigError: trees are asked for where attention cannot verify or draft them, the head is of another kind, or the
+        token map cannot be read or used.
     """
     net, params = target
     if config.method == "none":
@@ -249,8 +247,8 @@ def build(
         drafter = _head_drafter(config, target, model, block)
     else:
         drafter = _model_drafter(config, target, model, block)
-    if ids_W is not None:
-        drafter = _with_token_map(config, target, drafter, ids_W)
+    if config.token_map is not None:
+        drafter = _of_some_tokens(config, drafter, config.token_map)
     if config.method != "hybrid":
         return drafter
     return Hybrid(_lookup_drafter(config, corpus), drafter)
@@ -301,26 +299,19 @@ def _model_drafter(
     return SmallLm(weights, draft, config.topology, block, net.arch.vocab_size if other else 0)
 
 
-def _with_token_map(
-    config: SpeculativeConfig, target: tuple[Transformer, Params], drafter: Any, ids_W: np.ndarray
-) -> Drafter:
+def _of_some_tokens(config: SpeculativeConfig, drafter: Any, file: str) -> Drafter:
     """Lets a drafter that uses a product over a whole vocabulary draft some of its tokens alone."""
-    own = drafter.net.arch.mtp_form.own_heads if isinstance(drafter, MtpHeads) else False
-    if isinstance(drafter, SmallLm):
-        target = drafter.net, drafter.params
-    elif not isinstance(drafter, MtpHeads):
-        own = bool(drafter.net.spec.draft_vocab)
-    if own:
+    if drafter.own_product:
         raise ConfigError(
             f"speculative_config: speculative_token_map is for drafters that use the target's vocabulary product, but "
             f"{config.model or PREDICTION} has its own; leave it out"
         )
-    if ids_W[-1] >= target[0].arch.vocab_size:
-        raise ConfigError(
-            f"speculative_config: {config.token_map} names token {ids_W[-1]}, but the draft model has "
-            f"{target[0].arch.vocab_size}; leave such tokens out"
-        )
-    return with_token_map(drafter, *target, ids_W)
+    size = min(drafter.vocab_size, drafter.net.arch.vocab_size if isinstance(drafter, SmallLm) else drafter.vocab_size)
+    try:
+        ids_W = read_ids(file, size)
+    except ConfigError as error:
+        raise ConfigError(f"speculative_token_map: {error}") from error
+    return drafter.with_vocab(make_draft_vocab(ids_W, drafter.vocab_size))
 
 
 def _check_tree(config: SpeculativeConfig, arch: ArchSpec, layers: tuple[LayerSpec, ...], whose: str) -> None:

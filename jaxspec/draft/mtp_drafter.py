@@ -94,6 +94,10 @@ class MtpHeads(TargetDrafter, CachedDrafter):
     def _form(self) -> MtpForm:
         return self.net.arch.mtp_form
 
+    @property
+    def own_product(self) -> bool:
+        return self._form.own_heads
+
     def init_state(self, rows: int, capacity: int, slack: int) -> MtpState:
         arch = self.net.arch
         caches = init_layer_caches(arch.mtp, self.net.policy, self.cache_size(rows, capacity, slack))
@@ -153,7 +157,7 @@ class MtpHeads(TargetDrafter, CachedDrafter):
         return MtpState(tuple(caches), tuple(kept))
 
     def logits(self, last_BTD: Array) -> Array:
-        logits = last_BTD if self._form.own_heads else self.target_logits(last_BTD)
+        logits = last_BTD if self.own_product else self.target_logits(last_BTD)
         return expand_to_target_vocab(logits, self.vocab)
 
     def _observe_layer(

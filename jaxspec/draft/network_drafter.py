@@ -27,6 +27,15 @@ class NetworkDrafter(Drafter):
     params: Params
     vocab: DraftVocab | None
 
+    @property
+    def own_product(self) -> bool:
+        """Whether it has a vocabulary product of its own, and with it the tokens that it drafts."""
+        return False
+
+    @abstractmethod
+    def with_vocab(self, vocab: DraftVocab) -> Self:
+        """Returns the drafter of some tokens alone, with the part of the vocabulary product that is theirs."""
+
     @abstractmethod
     def logits(self, last_BTD: Array) -> Array:
         """Computes logits over the target's vocabulary, float32 [B, T, V]; -inf for tokens that it does not know."""

@@ -76,9 +76,10 @@ class SmallLm(CachedDrafter):
 
     def update_params(self, params: Params) -> Self:
         new = super().update_params(params)
-        if new.vocab is None:
-            return new
-        return replace(new, product=cut_product(new.net, new.params, new.vocab.token_W))
+        return new if self.vocab is None else new.with_vocab(self.vocab)
+
+    def with_vocab(self, vocab: DraftVocab) -> Self:
+        return replace(self, vocab=vocab, product=cut_product(self.net, self.params, vocab.token_W))
 
     def logits(self, last_BTD: Array) -> Array:
         if self.product is not None:

@@ -5,7 +5,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from jaxspec.draft.draft_vocab import DraftVocab, make_draft_vocab
+from jaxspec.draft.draft_vocab import DraftVocab
 from jaxspec.draft.network_drafter import NetworkDrafter
 from jaxspec.models.transformer import HEAD, PROJECT_OUT, Transformer, head, vocabulary_logits
 from jaxspec.native.packing import Packed, pack, unpack
@@ -87,25 +87,13 @@ class TargetDrafter(NetworkDrafter):
         """V of the target."""
         return self.target.arch.vocab_size
 
+    def with_vocab(self, vocab: DraftVocab) -> Self:
+        return replace(self, vocab=vocab, product=cut_product(self.target, self.base, vocab.token_W))
+
     def update_target(self, params: Params) -> Self:
-        product = None if self.vocab is None or self.product is None else self.vocab.token_W
-        product = None if product is None else cut_product(self.target, params, product)
-        return replace(self, base=params, product=product)
+        new = replace(self, base=params)
+        return new if self.product is None or self.vocab is None else new.with_vocab(self.vocab)
 
     def target_logits(self, last: Array) -> Array:
         """Computes the target's logits at hidden states, float32 [..., V], or [..., W] where its product is cut."""
         return head(self.target, self.base, last) if self.product is None else self.product.logits(last)
-
-
-def with_token_map(drafter: Any, net: Transformer, params: Params, ids_W: Any) -> Any:
-    """Returns a drafter that drafts some tokens alone, with a product cut from a model's.
-
-    Args:
-      drafter: has fields ``vocab`` and ``product``, and no vocabulary product of its own.
-      net: the network whose product it uses.
-      params: parameters of that network.
-      ids_W: the target's ids of the tokens, ascending.
-    """
-    vocab = make_draft_vocab(ids_W, drafter.vocab_size)
-    assert isinstance(vocab, DraftVocab), "made of ids"
-    return replace(drafter, vocab=vocab, product=cut_product(net, params, vocab.token_W))

@@ -1,5 +1,7 @@
 """The draft vocabulary: which of the target's tokens a head can draft, and how other engines write that down."""
 
+from pathlib import Path
+
 import numpy as np
 
 from jaxspec.errors import ConfigError
@@ -35,12 +37,13 @@ def check_ids(ids_W: np.ndarray, vocab_size: int) -> np.ndarray:
       ConfigError: they are not ascending ids of the target without repetition.
     """
     if ids_W.ndim != 1 or not len(ids_W) or not np.issubdtype(ids_W.dtype, np.integer):
-        raise ConfigError(f"draft vocabulary: at least one id is needed, got {ids_W.dtype} {list(ids_W.shape)}")
+        got = f"{ids_W.dtype} {list(ids_W.shape)}"
+        raise ConfigError(f"draft vocabulary: a row of integers is needed, at least one, got {got}")
     low, high = int(ids_W.min()), int(ids_W.max())
     if low < 0 or high >= vocab_size:
         raise ConfigError(
             f"draft vocabulary: ids from {low} to {high}, but the target has {vocab_size} tokens (0 to "
-            f"{vocab_size - 1}); the head was made for another target"
+            f"{vocab_size - 1}); they are another target's"
         )
     if np.any(np.diff(ids_W.astype(np.int64)) <= 0):
         place = int(np.argmax(np.diff(ids_W.astype(np.int64)) <= 0))
@@ -49,6 +52,25 @@ def check_ids(ids_W: np.ndarray, vocab_size: int) -> np.ndarray:
             f"{int(ids_W[place + 1])}; were offsets taken for ids?"
         )
     return ids_W.astype(np.int32)
+
+
+def read_ids(file: str | Path, vocab_size: int) -> np.ndarray:
+    """Reads a token map, an ``.npy`` array of ids in any order, as ascending int32.
+
+    Raises:
+      ConfigError: the file cannot be read, or holds what are no ids of the target.
+    """
+    try:
+        ids = np.load(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"{file} cannot be read ({reason}); an .npy array of token ids is needed, as jaxspec token-map writes it"
+        ) from error
+    try:
+        return check_ids(np.unique(ids), vocab_size)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
 
 
 def to_d2t(ids_W: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Reads the files that a ``speculative_config`` names, ``prompt_lookup_corpus`` and the token map, into token ids."""
+"""Reads the files of ``prompt_lookup_corpus`` into token ids of a target."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,6 @@ from jaxspec.checkpoint.text.codec import Text
 from jaxspec.draft.corpus import LookupCorpus
 from jaxspec.draft.methods import SpeculativeConfig
 from jaxspec.errors import ConfigError
-from jaxspec.models.vocab import check_ids
 
 IDS = ".npy"
 
@@ -54,31 +53,3 @@ def _tokens(file: Path, text: Text | None, directory: Path, vocab_size: int) -> 
             f"{ids.shape}" + (f" from {ids.min()} to {ids.max()}" if ids.size and ids.dtype.kind in "iu" else "")
         )
     return ids
-
-
-def load_token_map(config: SpeculativeConfig, vocab_size: int) -> np.ndarray | None:
-    """Loads the tokens that are drafted alone, int32 ascending, None where all are.
-
-    Args:
-      config: its ``token_map`` is an ``.npy`` array of token ids, in any order.
-      vocab_size: of the target.
-
-    Raises:
-      ConfigError: the file cannot be read, or holds what are no ids of the target.
-    """
-    if config.token_map is None:
-        return None
-    where = f"speculative_token_map: {config.token_map}"
-    try:
-        ids = np.load(config.token_map, allow_pickle=False)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            f"{where} cannot be read ({reason}); an {IDS} array of token ids is needed, as jaxspec token-map writes it"
-        ) from error
-    if ids.dtype.kind not in "iu":
-        raise ConfigError(f"{where} must hold integers, got {ids.dtype} {list(ids.shape)}")
-    try:
-        return check_ids(np.unique(ids), vocab_size)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error

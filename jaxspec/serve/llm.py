@@ -24,7 +24,7 @@ from jaxspec.serve.acceptance_alarm import alarm_of
 from jaxspec.serve.arguments import as_int, check_kinds, check_model, fit_to_model, parse_sizes, show_value
 from jaxspec.serve.compile_cache import use_compile_cache
 from jaxspec.serve.controls import budget_of, control_of, prior_of
-from jaxspec.serve.corpus_files import load_corpus, load_token_map
+from jaxspec.serve.corpus_files import load_corpus
 from jaxspec.serve.defaults import end_ids_of
 from jaxspec.serve.demo_pair import resolve_model
 from jaxspec.serve.driver import Driver
@@ -187,9 +187,8 @@ class LLM(RunningEngine):
         if on_progress is not None and config.model is not None:
             on_progress("loading the drafter", 0, 0)
         draft = load_draft(config, self.model, quantization, download_dir)
-        size, target = self.model.net.arch.vocab_size, (self.model.net, self.model.params)
-        corpus, ids_W = load_corpus(config, self.model.directory, size), load_token_map(config, size)
-        drafter = methods.build(config, target, BLOCK, draft, corpus, ids_W)
+        corpus = load_corpus(config, self.model.directory, self.model.net.arch.vocab_size)
+        drafter = methods.build(config, (self.model.net, self.model.params), BLOCK, draft, corpus)
         control = control_of(config.schedule, prior_of(config, self.model, quantization, self.spec.rows))
         block = math.gcd(BLOCK, self.spec.page) if self.spec.page else BLOCK
         target = Target(self.model.params, self.model.net, block)

@@ -15,6 +15,7 @@ from jaxspec.decode.prefill import Chunk, admit, prefill
 from jaxspec.decode.runner import Runner
 from jaxspec.decode.state import DecodeState, Target, init_sampling, init_state
 from jaxspec.decode.step import StepPlan
+from jaxspec.draft.draft_vocab import make_draft_vocab
 from jaxspec.draft.head_drafter import head_drafter
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.errors import ConfigError
@@ -30,6 +31,7 @@ from jaxspec.sharding.compiler_options import LazyJit
 from jaxspec.sharding.placement import allocate, mesh_of, settle, state_rules, state_shardings
 from jaxspec.topology import chain
 from jaxspec.train.data import Corpus, prompts
+from jaxspec.train.head_nets import token_map_of
 from jaxspec.train.head_start import InitialHead
 from jaxspec.train.settings import EvaluationSettings, RunSettings
 from jaxspec.verify.rules import RULES
@@ -198,6 +200,7 @@ def make_evaluation(
             f"evaluation: lengths {list(e.lengths)}, but a block has {net.spec.drafts} drafts; lower "
             "evaluation.lengths or raise head.block.size"
         )
+    map_W = token_map_of(settings.loss, net, target.net.arch.vocab_size)
     asked = prompts(corpus.held_out, count=e.prompts, length=e.prompt_tokens)
     longest = max(len(p) for p in asked) + e.new_tokens
     if longest > target.net.arch.max_position:
@@ -210,7 +213,7 @@ def make_evaluation(
         figures: dict[str, float] = {}
         for evaluator in evaluators:
             for length in e.lengths:
-                drafter = _drafter(head, params, target, length)
+                drafter = _drafter(head, params, target, length, map_W)
                 name = _name(length, evaluator.spec.temperature)
                 figures |= acceptance_figures(name, evaluator.measure(drafter))
         return figures
@@ -218,7 +221,9 @@ def make_evaluation(
     return evaluate
 
 
-def _drafter(head: InitialHead, params: Params, model: Model, length: int) -> Drafter:
+def _drafter(head: InitialHead, params: Params, model: Model, length: int, map_W: np.ndarray | None) -> Drafter:
     if isinstance(head.net, Transformer):
         return SmallLm(params, head.net, chain(length), BLOCK)
-    return head_drafter(Head(head.net, params, head.ids_W), (model.net, model.params), chain(length), BLOCK)
+    drafter = head_drafter(Head(head.net, params, head.ids_W), (model.net, model.params), chain(length), BLOCK)
+    vocab = make_draft_vocab(map_W, model.net.arch.vocab_size)
+    return drafter if vocab is None else drafter.with_vocab(vocab)

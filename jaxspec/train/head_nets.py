@@ -11,11 +11,13 @@ from jaxspec.checkpoint.heads.layers import arch_of_head, rope_for_head, routed_
 from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
+from jaxspec.models.block_head import BlockHead
 from jaxspec.models.draft_head import DraftHead, HeadSpec
 from jaxspec.models.medusa import Medusa, MedusaSpec
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.prediction import one_layer_arch
 from jaxspec.models.transformer import Transformer
+from jaxspec.models.vocab import read_ids
 from jaxspec.native.packing import Packed, unpack
 from jaxspec.nn.attention import AttentionSpec
 from jaxspec.nn.ffn import FfnSpec
@@ -25,7 +27,7 @@ from jaxspec.protocol import CaptureSpec
 from jaxspec.shapes import Params
 from jaxspec.train.block_nets import KINDS, block_net
 from jaxspec.train.objective import Net
-from jaxspec.train.settings import HeadSettings
+from jaxspec.train.settings import HeadSettings, LossSettings
 
 HEAD_DIM, TOP_K = 128, 2
 
@@ -105,6 +107,27 @@ def draft_vocab(settings: HeadSettings, arch: ArchSpec) -> int:
     if settings.draft_vocab_size is not None and settings.draft_vocab_size < arch.vocab_size:
         raise ConfigError("head: draft_vocab_size needs own_head = true; the target's head knows all tokens")
     return 0
+
+
+def token_map_of(loss: LossSettings, net: Net, vocab_size: int) -> np.ndarray | None:
+    """Returns the tokens that the losses are over, int32 ascending [W], None where they are over all that it drafts.
+
+    Raises:
+      ConfigError: the file cannot be read, or the network has tokens of its own or depends on all.
+    """
+    if loss.token_map is None:
+        return None
+    spec = None if isinstance(net, Mtp) else getattr(net, "spec", None)
+    own = net.arch.mtp_form.own_heads if isinstance(net, Mtp) else spec is None or bool(spec.draft_vocab)
+    if own or (isinstance(net, BlockHead) and net.spec.follows):
+        raise ConfigError(
+            f"loss: token_map = {loss.token_map} is for heads that draft through the target's vocabulary product alone "
+            "(mtp, and others with head.own_head = false); leave it out, or choose head.draft_vocab_size"
+        )
+    try:
+        return read_ids(loss.token_map, vocab_size)
+    except ConfigError as error:
+        raise ConfigError(f"loss.token_map: {error}") from error
 
 
 def _layers(settings: HeadSettings, arch: ArchSpec, config: Mapping[str, Any]) -> ArchSpec:

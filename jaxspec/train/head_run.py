@@ -33,6 +33,7 @@ from jaxspec.train.batch import Batch, rows_over
 from jaxspec.train.data import Corpus, batches
 from jaxspec.train.evaluate import best_metric, make_evaluation
 from jaxspec.train.head_loss import head_loss
+from jaxspec.train.head_nets import token_map_of
 from jaxspec.train.head_start import InitialHead, head_policy, init_params, make_initial_head
 from jaxspec.train.loop import TrainRun
 from jaxspec.train.objective import HeadObjective, Net
@@ -105,8 +106,11 @@ def make_objective(
     count_V = corpus.token_counts(target.net.arch.vocab_size)
     head = make_initial_head(settings.head, target, head_policy(settings.train), count_V, mesh)
     _check_loss(settings.loss, head.net)
-    ids = None if head.ids_W is None else settle(jnp.asarray(head.ids_W), mesh)
-    product, net = cut_product(target.params, ids if settings.loss.draft_only else None), target.net
+    map_W = token_map_of(settings.loss, head.net, target.net.arch.vocab_size)
+    ids_W = head.ids_W if map_W is None else map_W
+    ids = None if ids_W is None else settle(jnp.asarray(ids_W), mesh)
+    few = settings.loss.draft_only or map_W is not None
+    product, net = cut_product(target.params, ids if few else None), target.net
     return head, HeadObjective(
         target.params, ids, net.clone(arch=replace(net.arch, layers=())) if outside else net, head.net, settings.loss,
         remat=remat, product=product, vocabulary=settings.train.vocabulary,

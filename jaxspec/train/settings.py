@@ -228,10 +228,11 @@ class LossSettings(Record, frozen=True):
       routing: weight of the routing loss.
       balance: weight of the loss that spreads tokens over the experts of a head that has some of its own.
       noise: width of the uniform noise on what the head reads.
-      keep: share of a round's slots that the next round keeps, for P-EAGLE.
-      keep_least: share of all slots that every round keeps at least.
+      keep, keep_least: of P-EAGLE, share of a round's slots that the next one keeps, and of all that it keeps at least.
       draft_only: whether the target's distribution is computed over the draft vocabulary alone, which saves most of
         its vocabulary product; no position counts as unknown then.
+      token_map: file of the tokens that the losses of a network without a vocabulary product of its own are over, as
+        ``jaxspec token-map`` writes it; none are all.
       skip_unknown: whether positions are left out where the target's best token is outside of the draft vocabulary.
       block: of heads that draft blocks, which have no rounds.
     """
@@ -247,15 +248,14 @@ class LossSettings(Record, frozen=True):
     keep: float = 0.7
     keep_least: float = 0.2
     draft_only: bool = False
+    token_map: str | None = None
     skip_unknown: bool = True
     block: BlockLoss = BlockLoss()
 
     def __post_init__(self) -> None:
         _at_least("loss", self, rounds=1, decay=0, token=0, feature=0, routing=0, balance=0, noise=0)
         if not 0 < self.keep_least <= self.keep <= 1:
-            raise ConfigError(
-                f"loss: 0 < keep_least <= keep <= 1 must hold, got keep {self.keep} and keep_least {self.keep_least}"
-            )
+            raise ConfigError(f"loss: 0 < keep_least <= keep <= 1 must hold, got {self.keep_least} and {self.keep}")
 
     def counts(self, slots: int) -> tuple[int, ...]:
         """Returns the slots of each round after the first, of heads that draft in one pass."""

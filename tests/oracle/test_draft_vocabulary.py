@@ -91,9 +91,9 @@ def test_a_token_map_gives_the_same_text(target: Path, tmp_path: Path, mesh: dic
     ("ids", "why"),
     [
         (None, "cannot be read .No such file.*as jaxspec token-map writes it"),
-        (np.array([0.5, 1.5]), "must hold integers, got float64"),
+        (np.array([0.5, 1.5]), "a row of integers is needed, at least one, got float64"),
         (np.array([1, PADDED]), f"ids from 1 to {PADDED}, but the target has {PADDED} tokens"),
-        (np.array([], np.int64), "at least one id is needed"),
+        (np.array([], np.int64), "a row of integers is needed"),
     ],
 )
 def test_a_token_map_that_is_none_is_refused(target: Path, tmp_path: Path, ids: np.ndarray | None, why: str):

@@ -1,6 +1,7 @@
 """Drafting some tokens alone, with the columns of the target's vocabulary product that belong to them."""
 
 from dataclasses import replace as changed
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -35,6 +36,7 @@ from tests.random_params import random_params
 IDS = np.arange(1, VOCAB, 3, dtype=np.int32)
 REST = np.setdiff1d(np.arange(VOCAB), IDS)
 LENGTHS = (5, 12, 30)
+MAP = "speculative_token_map"
 CHAIN, TREE = {"num_speculative_tokens": 4}, {"speculative_token_tree": [2, 2]}
 
 
@@ -48,14 +50,21 @@ def without_product(method: str) -> Any:
     return Head(net, random_params(net, 0, wide=7.0), None)
 
 
+@pytest.fixture
+def token_map(tmp_path: Path) -> str:
+    np.save(tmp_path / "map.npy", IDS[::-1])
+    return str(tmp_path / "map.npy")
+
+
 @pytest.mark.parametrize(
     ("method", "shape"),
     [("eagle", CHAIN), ("mtp", TREE), ("early_exit", CHAIN), *((m, CHAIN) for m in ("medusa", "dflash2", "dspark"))],
 )
-def test_drafts_are_those_of_the_whole_product_among_these_tokens(method: str, shape: dict):
+def test_drafts_are_those_of_the_whole_product_among_these_tokens(method: str, shape: dict, token_map: str):
+    config: Any = config_of(method, shape)
     whole, some = (
-        methods.build(methods.parse(config_of(method, shape)), model(), BLOCK, without_product(method), None, ids)
-        for ids in (None, IDS)
+        methods.build(methods.parse(config | more), model(), BLOCK, without_product(method))
+        for more in ({}, {MAP: token_map})
     )
     state, anchor = observed(whole, LENGTHS)
     (wanted, _), (found, _) = (propose(drafter, state, anchor, "reject") for drafter in (whole, some))
@@ -100,12 +109,12 @@ def test_its_logits_are_columns_of_the_whole_ones(form: str):
     np.testing.assert_allclose(product.logits(last), wanted, rtol=1e-6, atol=1e-6)
 
 
-def test_other_weights_of_the_target_and_of_a_draft_model_are_cut_again():
+def test_other_weights_of_the_target_and_of_a_draft_model_are_cut_again(token_map: str):
     net, params = model()
     other = random_params(net, 5, wide=7.0)
     for method in ("eagle", "draft_model"):
-        config = methods.parse(config_of(method, CHAIN))
-        drafter: Any = methods.build(config, (net, params), BLOCK, drafting(method), None, IDS)
+        config: Any = config_of(method, CHAIN)
+        drafter: Any = methods.build(methods.parse(config | {MAP: token_map}), (net, params), BLOCK, drafting(method))
         new = drafter.update_target(other) if isinstance(drafter, TargetDrafter) else drafter.update_params(other)
         wanted = cut_product(net, other, jnp.asarray(IDS)).weights
         jax.tree.map(np.testing.assert_array_equal, new.product.weights, wanted)
@@ -114,13 +123,13 @@ def test_other_weights_of_the_target_and_of_a_draft_model_are_cut_again():
 
 @pytest.mark.parametrize("method", ["eagle3", "medusa", "dspark"])
 def test_heads_with_a_product_of_their_own_are_refused(method: str):
-    config = methods.parse(config_of(method, CHAIN) | {"speculative_token_map": "map.npy"})
+    config: Any = config_of(method, CHAIN)
     with pytest.raises(ConfigError, match="draft has its own; leave it out"):
-        methods.build(config, model(), BLOCK, drafting(method), None, IDS)
+        methods.build(methods.parse(config | {MAP: "map.npy"}), model(), BLOCK, drafting(method))
 
 
 def test_where_it_says_nothing_it_is_refused():
     with pytest.raises(ConfigError, match='"ngram" computes no vocabulary product; leave speculative_token_map out'):
-        methods.parse({"method": "ngram", "num_speculative_tokens": 2, "speculative_token_map": "map.npy"})
+        methods.parse({"method": "ngram", "num_speculative_tokens": 2, MAP: "map.npy"})
     with pytest.raises(ConfigError, match="speculative_token_map must be the name of a file of token ids, got 3"):
-        methods.parse({"method": "mtp", "num_speculative_tokens": 2, "speculative_token_map": 3})
+        methods.parse({"method": "mtp", "num_speculative_tokens": 2, MAP: 3})

@@ -53,7 +53,7 @@ WRONG = [
     ([1, 0], 9, None, r"ids must ascend"),
     ([1, 1, 2], 7, [1, 1, 0, 0, 1, 0, 0], "disagree about 2 tokens"),
     ([1, 1, 2], 7, [0, 1, 1], r"t2d: \[3\] entries, but the target has 7"),
-    ([], 7, None, "at least one id is needed"),
+    ([], 7, None, "a row of integers is needed, at least one"),
 ]
 
 
@@ -64,9 +64,9 @@ def test_wrong_maps_are_refused(d2t: list[int], vocab: int, t2d: list[int] | Non
 
 
 def test_ids_taken_for_offsets_are_noticed():
-    with pytest.raises(ConfigError, match="made for another target"):
+    with pytest.raises(ConfigError, match="they are another target's"):
         from_d2t(np.array([1, 4, 5, 6]), 7)
-    with pytest.raises(ConfigError, match="at least one id is needed, got float32"):
+    with pytest.raises(ConfigError, match="a row of integers is needed, at least one, got float32"):
         check_ids(np.ones(3, np.float32), 7)
 
 

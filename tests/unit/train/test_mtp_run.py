@@ -18,7 +18,7 @@ from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.cli.main import main
 from jaxspec.draft.hybrid import Hybrid
 from jaxspec.draft.mtp_drafter import MtpHeads
-from jaxspec.errors import CheckpointError
+from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.mtp import Mtp
 from jaxspec.nn.policy import make_policy
 from jaxspec.serve.llm import LLM
@@ -101,6 +101,25 @@ def test_the_loss_falls_from_the_target_s_own_layer(place: Path, trained: Path):
     still, moved = (load_head(place / name / "last", arch, EXACT).params for name in ("still", "run"))
     assert differences(still, own_layer(place / "target")[1]) == 0
     assert differences(moved, own_layer(place / "target")[1]) > 1e-3
+
+
+def test_some_tokens_alone_are_learned_and_drafted(place: Path):
+    """The losses are over the map's tokens, and acceptance is measured with it."""
+    np.save(place / "map.npy", np.arange(1, 12))
+    out = place / "some"
+    changes = (f"loss.token_map={place / 'map.npy'}", f"out={out}", "train.steps=2", "evaluation.every=1")
+    settings = settings_of(place, *changes)
+    train(settings, Path(settings.target))
+    first = next(entry for entry in read_metrics(out) if "loss" in entry)
+    assert 0 < first["loss"] < read_metrics(place / "run")[0]["loss"], "fewer tokens are told apart"
+    arch, weights = load_model(place / "target", EXACT).net.arch, load_file(out / "last" / MTP_WEIGHTS)
+    assert load_head(out / "last", arch, EXACT).ids_W is None
+    assert not any("lm_head" in name or "head.weight" in name for name in weights)
+    with pytest.raises(ConfigError, match=r"loss.token_map: .*nothing\.npy cannot be read"):
+        train(settings_of(place, *changes, f"loss.token_map={place / 'nothing.npy'}"), Path(settings.target))
+    eagle = 'head={kind="eagle3", taps=[1, 2]}'
+    with pytest.raises(ConfigError, match="draft through the target's vocabulary product alone"):
+        train(settings_of(place, *changes, eagle, f"out={place / 'other'}"), Path(settings.target))
 
 
 class _Killed(Exception):

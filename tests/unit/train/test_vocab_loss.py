@@ -164,6 +164,32 @@ def test_a_product_that_is_not_trained_and_a_target_of_few_tokens(name: str):
     check_held(ours, theirs)
 
 
+def test_some_tokens_of_the_targets_product_are_a_product_of_them():
+    """A head without a product of its own learns what one learns whose product is these columns and stays."""
+    own, none, batch = NARROW, NETS["medusa-without-product"], packed()
+    base, whole = target()
+    params: Any = initial(own)
+    columns = whole["params"]["head_DV"][:, IDS]
+    params = jax.tree_util.tree_map_with_path(lambda path, x: columns if path[-1].key == "head_DW" else x, params)
+    bare = jax.tree.map(lambda x: x, params)
+    for name in bare["params"]:
+        del bare["params"][name]["head_DW"]
+    teacher, settings = teacher_output_of(batch, "medusa"), LossSettings(rounds=ROUNDS)
+    product = cut_product(whole, IDS)
+
+    def graded(net: Any, params: Any) -> Any:
+        objective = HeadObjective(whole, IDS, base, net, settings, product=product, vocabulary=False)
+        run = jax.value_and_grad(lambda p: head_loss(objective, p, teacher, batch, jax.random.key(4))[0])
+        return jax.jit(run)(params)
+
+    (wanted, theirs), (loss, ours) = graded(own, params), graded(none, bare)
+    np.testing.assert_allclose(loss, wanted, rtol=1e-6)
+    for path, grad in jax.tree_util.tree_leaves_with_path(ours):
+        other = theirs["params"][path[1].key][path[2].key]
+        assert jnp.any(other), path
+        np.testing.assert_allclose(grad, other, rtol=2e-5, atol=2e-7)
+
+
 def check_held(grads: Any, wanted: Any) -> None:
     """Checks gradients that are none for a vocabulary product and the wanted ones for everything else."""
     pairs = zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(wanted), strict=True)
