@@ -19,6 +19,13 @@ class DraftVocab:
     token_W: Array
     draft_id_V: Array
 
+    @classmethod
+    def of(cls, ids_W: np.ndarray, vocab_size: int) -> "DraftVocab":
+        """Makes it of the target's id of each draft token, and V."""
+        draft_id_V = np.full(vocab_size, len(ids_W), np.int32)
+        draft_id_V[np.asarray(ids_W)] = np.arange(len(ids_W), dtype=np.int32)
+        return cls(jnp.asarray(ids_W, jnp.int32), jnp.asarray(draft_id_V))
+
 
 def make_draft_vocab(ids_W: np.ndarray | None, vocab_size: int) -> DraftVocab | None:
     """Returns the part of the vocabulary, None where it is all of it.
@@ -27,11 +34,7 @@ def make_draft_vocab(ids_W: np.ndarray | None, vocab_size: int) -> DraftVocab | 
       ids_W: the target's id of each draft token; None for all.
       vocab_size: V.
     """
-    if ids_W is None:
-        return None
-    draft_id_V = np.full(vocab_size, len(ids_W), np.int32)
-    draft_id_V[np.asarray(ids_W)] = np.arange(len(ids_W), dtype=np.int32)
-    return DraftVocab(jnp.asarray(ids_W, jnp.int32), jnp.asarray(draft_id_V))
+    return None if ids_W is None else DraftVocab.of(ids_W, vocab_size)
 
 
 def expand_to_target_vocab(x: Array, vocab: DraftVocab | None) -> Array:

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxspec.draft.corpus import LookupCorpus
 from jaxspec.draft.draft_pruning import NO_PRUNING, PruningConfig, pruning_of
-from jaxspec.draft.draft_vocab import make_draft_vocab
+from jaxspec.draft.draft_vocab import DraftVocab
 from jaxspec.draft.early_exit import first_layers
 from jaxspec.draft.head_drafter import head_drafter
 from jaxspec.draft.hybrid import Hybrid
@@ -306,12 +306,13 @@ def _of_some_tokens(config: SpeculativeConfig, drafter: Any, file: str) -> Draft
             f"speculative_config: speculative_token_map is for drafters that use the target's vocabulary product, but "
             f"{config.model or PREDICTION} has its own; leave it out"
         )
-    size = min(drafter.vocab_size, drafter.net.arch.vocab_size if isinstance(drafter, SmallLm) else drafter.vocab_size)
+    size = drafter.vocab_size
+    size = min(size, drafter.net.arch.vocab_size) if isinstance(drafter, SmallLm) else size
     try:
         ids_W = read_ids(file, size)
     except ConfigError as error:
         raise ConfigError(f"speculative_token_map: {error}") from error
-    return drafter.with_vocab(make_draft_vocab(ids_W, drafter.vocab_size))
+    return drafter.with_vocab(DraftVocab.of(ids_W, drafter.vocab_size))
 
 
 def _check_tree(config: SpeculativeConfig, arch: ArchSpec, layers: tuple[LayerSpec, ...], whose: str) -> None:

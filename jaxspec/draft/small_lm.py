@@ -8,7 +8,7 @@ from jaxspec.cache.window import Window
 from jaxspec.draft.autoregress import draft
 from jaxspec.draft.draft_vocab import DraftVocab, expand_to_target_vocab
 from jaxspec.draft.network_drafter import CachedDrafter
-from jaxspec.draft.target_product import CutProduct, cut_product
+from jaxspec.draft.target_product import CutProduct
 from jaxspec.models.caches import Layout, init_caches, layout
 from jaxspec.models.transformer import Caches, Transformer, forward, head
 from jaxspec.nn.inputs import Inputs
@@ -79,7 +79,7 @@ class SmallLm(CachedDrafter):
         return new if self.vocab is None else new.with_vocab(self.vocab)
 
     def with_vocab(self, vocab: DraftVocab) -> Self:
-        return replace(self, vocab=vocab, product=cut_product(self.net, self.params, vocab.token_W))
+        return replace(self, vocab=vocab, product=CutProduct.of(self.net, self.params, vocab.token_W))
 
     def logits(self, last_BTD: Array) -> Array:
         if self.product is not None:

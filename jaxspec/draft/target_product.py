@@ -29,6 +29,31 @@ class CutProduct:
     weights: dict[str, Any]
     net: Transformer = static()
 
+    @classmethod
+    def of(cls, net: Transformer, params: Params, token_W: Array) -> "CutProduct":
+        """Copies what the vocabulary product reads for some tokens; quantized weights are widened to bfloat16.
+
+        Args:
+          net: a model's network.
+          params: its parameters.
+          token_W: ids of the tokens, ascending.
+        """
+        own: Any = params["params"]
+        weights: dict[str, Any] = {"project_out_DX": own["project_out_DX"]} if "project_out_DX" in own else {}
+        if "head_bias_V" in own:
+            weights["head_bias_V"] = own["head_bias_V"][token_W]
+        whole = own.get("head_DV")
+        if whole is None:
+            weights["head_DV"] = _plain(own["embed_VD"])[token_W].T
+        elif isinstance(whole, Packed):
+            weights["head_DV"] = pack(unpack(whole)[:, token_W])
+        else:
+            weights["head_DV"] = _plain(whole)[:, token_W]
+        mesh = mesh_of(params)
+        if mesh is not None:
+            weights = jax.device_put(weights, named_shardings(weights, mesh, allow_replication=True))
+        return cls(weights, net)
+
     def logits(self, last: Array) -> Array:
         """Logits of final hidden states, float32 [..., W]."""
 
@@ -38,31 +63,6 @@ class CutProduct:
             return as_matrix(weight, param, self.net.policy) if by_kernel else weight
 
         return vocabulary_logits(self.net, last, read(HEAD), self.weights.get("head_bias_V"), read(PROJECT_OUT))
-
-
-def cut_product(net: Transformer, params: Params, token_W: Array) -> CutProduct:
-    """Copies what the vocabulary product reads for some tokens; quantized weights are widened to bfloat16.
-
-    Args:
-      net: a model's network.
-      params: its parameters.
-      token_W: ids of the tokens, ascending.
-    """
-    own: Any = params["params"]
-    weights: dict[str, Any] = {name: own[name] for name in ("project_out_DX",) if name in own}
-    if "head_bias_V" in own:
-        weights["head_bias_V"] = own["head_bias_V"][token_W]
-    whole = own.get("head_DV")
-    if whole is None:
-        weights["head_DV"] = _plain(own["embed_VD"])[token_W].T
-    elif isinstance(whole, Packed):
-        weights["head_DV"] = pack(unpack(whole)[:, token_W])
-    else:
-        weights["head_DV"] = _plain(whole)[:, token_W]
-    mesh = mesh_of(params)
-    if mesh is not None:
-        weights = jax.device_put(weights, named_shardings(weights, mesh, allow_replication=True))
-    return CutProduct(weights, net)
 
 
 def _plain(weight: Array | Quantized) -> Array:
@@ -88,7 +88,7 @@ class TargetDrafter(NetworkDrafter):
         return self.target.arch.vocab_size
 
     def with_vocab(self, vocab: DraftVocab) -> Self:
-        return replace(self, vocab=vocab, product=cut_product(self.target, self.base, vocab.token_W))
+        return replace(self, vocab=vocab, product=CutProduct.of(self.target, self.base, vocab.token_W))
 
     def update_target(self, params: Params) -> Self:
         new = replace(self, base=params)

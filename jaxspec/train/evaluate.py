@@ -15,7 +15,7 @@ from jaxspec.decode.prefill import Chunk, admit, prefill
 from jaxspec.decode.runner import Runner
 from jaxspec.decode.state import DecodeState, Target, init_sampling, init_state
 from jaxspec.decode.step import StepPlan
-from jaxspec.draft.draft_vocab import make_draft_vocab
+from jaxspec.draft.draft_vocab import DraftVocab
 from jaxspec.draft.head_drafter import head_drafter
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.errors import ConfigError
@@ -225,5 +225,4 @@ def _drafter(head: InitialHead, params: Params, model: Model, length: int, map_W
     if isinstance(head.net, Transformer):
         return SmallLm(params, head.net, chain(length), BLOCK)
     drafter = head_drafter(Head(head.net, params, head.ids_W), (model.net, model.params), chain(length), BLOCK)
-    vocab = make_draft_vocab(map_W, model.net.arch.vocab_size)
-    return drafter if vocab is None else drafter.with_vocab(vocab)
+    return drafter if map_W is None else drafter.with_vocab(DraftVocab.of(map_W, model.net.arch.vocab_size))

