@@ -10,28 +10,21 @@ Then for each kind, into its run's directory,
     python -m lab.upcycle.measure_head --head RUN/last --method KIND --out RUN/measured.json ...
     jaxspec calibrate smollm2-moe --speculative-config '{"method": KIND, "model": RUN/last}' --output RUN/cost.json ...
 
-and ``python -m lab.compare_heads table DIR``. ``python -m lab.compare_heads strip HEAD OUT`` writes a head of EAGLE's
-kind without its vocabulary product, to be served with the target's, whole or with ``OUT/token_map.npy`` as
-``speculative_token_map``. Sizes are chosen so that each has about 5.5 million trained numbers in its products. The
-vocabulary product is the target's rows and is not trained. One recipe trains all: what tuned it was an EAGLE-3 head.
+and ``python -m lab.compare_heads table DIR``. Sizes are chosen so that each has about 5.5 million trained numbers in
+its products. The vocabulary product is the target's rows and is not trained. One recipe trains all: what tuned it was
+an EAGLE-3 head.
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxspec.checkpoint.heads.directory import load_head, save_head, stored_policy
-from jaxspec.checkpoint.load.model import read_config
 from jaxspec.config import find_config, read_toml, to_record
-from jaxspec.models.catalog import arch_of
-from jaxspec.models.draft_head import DraftHead
-from jaxspec.models.trained_head import Head
 from jaxspec.serve.compile_cache import use_compile_cache
 from jaxspec.serve.demo_pair import resolve_model
 from jaxspec.train.run import train
@@ -147,17 +140,6 @@ def _costs(file: Path) -> list[str]:
     ]
 
 
-def strip(directory: Path, out: Path) -> None:
-    """Writes a head without its vocabulary product, and the tokens that this knew as a token map."""
-    head = load_head(directory, arch_of(read_config(resolve_model("smollm2-moe"))), stored_policy(directory))
-    assert isinstance(head.net, DraftHead), "of EAGLE's kind"
-    net = head.net.clone(spec=replace(head.net.spec, draft_vocab=0))
-    own: Any = head.params["params"]
-    save_head(Head(net, {"params": {name: x for name, x in own.items() if name != "head_DW"}}), out)
-    assert head.ids_W is not None, "it knew some tokens alone"
-    np.save(out / "token_map.npy", head.ids_W)
-
-
 def _line(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
@@ -173,13 +155,7 @@ def main() -> int:
     training.add_argument("--steps", type=int, default=150)
     showing = commands.add_parser("table")
     showing.add_argument("directory", type=Path)
-    stripping = commands.add_parser("strip")
-    stripping.add_argument("head", type=Path)
-    stripping.add_argument("out", type=Path)
     args = parser.parse_args()
-    if args.command == "strip":
-        strip(args.head, args.out)
-        return 0
     if args.command == "table":
         print(table(args.directory))
         return 0
