@@ -31,6 +31,7 @@ from jaxspec.train.run import train
 from jaxspec.train.settings import RunSettings
 
 CONFIG, FIRST = "smollm2_moe_head_more", "eagle3"
+MAP = "runs/smollm2-moe/token_map.npy"
 DRAWS = 2000
 COSTS = {"drafting in plain steps, rows x K": "draft_s", "pass": "step_s"}
 TAPS: dict[str, Any] = {"taps": (2, 15, 27), "qk_norm": True}
@@ -50,6 +51,8 @@ HEADS: dict[str, dict[str, Any]] = {
         "layers": 2, "intermediate_size": 640, "block": {"size": 7, "markov_rank": 64, "confidence": "markov"},
     },
     "mtp": {},
+    "shared_expert": {"commons": "default", "draft_vocab_size": 8192, "qk_norm": True, "norm_output": True},
+    "draft_model": {"layers": 2, "intermediate_size": 960},
 }  # fmt: skip
 LOSSES: dict[str, dict[str, Any]] = {
     "eagle": {"rounds": 3, "token": 0.1, "feature": 1.0, "noise": 0.2, "draft_only": True},
@@ -57,11 +60,13 @@ LOSSES: dict[str, dict[str, Any]] = {
     "peagle": {"rounds": 7, "decay": 1.0, "keep": 0.8, "draft_only": True},
     "medusa": {"decay": 0.8, "draft_only": True},
     "dflash": {"decay": 0.867, "draft_only": True, "block": {"anchors": 128}},
-    "dflash2": {"kind": "kl", "decay": 0.779, "block": {"anchors": 128, "selector": 1.0}},
+    "dflash2": {"kind": "kl", "decay": 0.779, "token_map": MAP, "block": {"anchors": 128, "selector": 1.0}},
     "dspark": {
         "token": 0.1, "decay": 0.779, "draft_only": True, "block": {"anchors": 128, "tv": 1.8, "confidence": 1.0},
     },
-    "mtp": {"kind": "lk_hybrid", "rounds": 3, "decay": 0.6, "token_map": "runs/smollm2-moe/token_map.npy"},
+    "mtp": {"kind": "lk_hybrid", "rounds": 3, "decay": 0.6, "token_map": MAP},
+    "shared_expert": {"rounds": 5, "draft_only": True},
+    "draft_model": {"token_map": MAP},
 }  # fmt: skip
 
 

@@ -38,8 +38,7 @@ from jaxspec.shapes import Array, Params
 from jaxspec.train.batch import Batch, TeacherOutput
 from jaxspec.train.head_loss import head_loss
 from jaxspec.train.head_nets import net_of, start_from_target
-from jaxspec.train.head_run import cut_product
-from jaxspec.train.objective import HeadObjective
+from jaxspec.train.objective import HeadObjective, cut_product
 from jaxspec.train.optimizer import adamw
 from jaxspec.train.settings import HeadSettings, LossSettings, OptimizerSettings
 from jaxspec.train.teacher import run_teacher

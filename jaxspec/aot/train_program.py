@@ -23,10 +23,10 @@ from jaxspec.sharding.axis_rules import REPLICABLE
 from jaxspec.sharding.mesh import make_mesh
 from jaxspec.sharding.targets import target_context, target_devices
 from jaxspec.train.batch import Batch, rows_over
-from jaxspec.train.head_nets import net_of
-from jaxspec.train.head_run import cut_product, loss_fn
+from jaxspec.train.head_nets import net_of, token_map_of
+from jaxspec.train.head_run import loss_fn
 from jaxspec.train.head_start import head_policy, init_params
-from jaxspec.train.objective import HeadObjective
+from jaxspec.train.objective import HeadObjective, cut_product
 from jaxspec.train.optimizer import optimizer_of
 from jaxspec.train.settings import RunSettings, load_run_settings
 from jaxspec.train.update import TrainState, make_update, state_shardings
@@ -42,9 +42,11 @@ def arguments_of(settings: RunSettings, config: Mapping[str, Any], mesh: Mesh) -
     base: Any = target.net
     net = net_of(settings.head, base.arch, config, head_policy(t, "gpu"))
     params = jax.eval_shape(lambda: init_params(net, jax.random.key(0)))
-    width = getattr(getattr(net, "spec", None), "draft_vocab", 0)
+    map_W = token_map_of(settings.loss, net, base.arch.vocab_size)
+    width = getattr(getattr(net, "spec", None), "draft_vocab", 0) if map_W is None else len(map_W)
     ids: Any = jax.ShapeDtypeStruct((width,), jnp.int32) if 0 < width < base.arch.vocab_size else None
-    product = jax.eval_shape(cut_product, target.params, ids if settings.loss.draft_only else None)
+    few = settings.loss.draft_only or map_W is not None
+    product = jax.eval_shape(cut_product, target.params, ids if few else None)
     objective = HeadObjective(
         target.params, ids, base, net, settings.loss, remat=bool(t.remat), product=product, vocabulary=t.vocabulary
     )

@@ -131,7 +131,8 @@ def update_flops(work: UpdateWork, model: ModelCost, settings: RunSettings) -> d
     places, net, width = rows * work.length, work.net, work.width
     passes = works(model, rows=rows, positions=work.length, context=work.length // 2, head_positions=0)
     target = 0.0 if settings.features.cache else sum(x.count * x.flops for x in passes)
-    share = width / work.arch.vocab_size if work.loss.draft_only else 1.0
+    some = width / work.arch.vocab_size
+    share = some if work.loss.draft_only or work.loss.token_map else 1.0
     arch = _trained(net)
     sizes = _factors(net, chosen_of(arch) / max(experts_of(arch), 1) if arch else 1.0)
     own = sum(size for path, size in sizes.items() if path.endswith(("head_DW", "head_DV")))
@@ -140,7 +141,7 @@ def update_flops(work: UpdateWork, model: ModelCost, settings: RunSettings) -> d
     once = sum(size for path, size in sizes.items() if path.endswith("fc_XD"))
     each = sum(sizes.values()) - own - once
     slots, drafts = _slots(work, rows)
-    vocabulary = 2.0 * own if own else model.head_flops
+    vocabulary = (2.0 * own if own else model.head_flops) * (some if work.loss.token_map else 1.0)
     layers = arch.layers if arch else ()
     attention = sum(_flops_per_key(layer.attention) * work.length / 2 for layer in layers)
     forward = 2.0 * once * places + slots * (2.0 * each + attention)

@@ -41,7 +41,8 @@ def block_loss(
     share_BX = (weight_BNK * decay_K / first).reshape(rows, count)
     teacher_BXD = _at(teacher.features.last_BTD, before_BNK).reshape(rows, count, -1)
     vocab = objective.target.arch.vocab_size
-    positions = objective.positions or default_positions(rows, count, vocab, spec.width, 1)
+    width = spec.width if objective.ids_W is None else len(objective.ids_W)
+    positions = objective.positions or default_positions(rows, count, vocab, width, 1)
     positions = max(positions // spec.drafts, 1) * spec.drafts  # whole blocks
     task = VocabTask(objective, teacher_BXD, share_BX[None], positions)
     total, hit_SBX = vocab_loss(params, task, (read.joined().reshape(rows, count, -1),))

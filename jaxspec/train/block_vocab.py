@@ -45,13 +45,16 @@ class DraftInputs(NamedTuple):
 def block_losses(
     objective: HeadObjective, params: Params, p: TargetPrediction, joined_BXY: Array
 ) -> tuple[Array, Array, Array]:
-    """Computes the weighted sum of all losses of each draft, its best token, and the log-probability of the target's.
+    """Computes the weighted losses of each draft, whether it is the target's best token, and how likely that one was.
 
     Args:
       objective: networks and weights.
       params: of the head.
       p: the target's prediction of the same tokens.
       joined_BXY: ``DraftInputs``, joined.
+
+    Returns:
+      The sum of all losses, whether the draft is right, and the log-probability of the target's best token, [B, X].
     """
     o, net = objective.loss, objective.net
     assert isinstance(net, BlockHead), "asked of heads that draft blocks"
@@ -71,27 +74,38 @@ def block_losses(
     if net.spec.confidence != "none":
         logit, wanted = read.confidence[..., 0], lax.stop_gradient(accepted)
         loss += o.block.confidence * (jax.nn.softplus(logit) - wanted * logit)
-    best = jnp.argmax(logq, axis=-1).astype(jnp.int32)
-    if net.spec.selector_rank:
-        missed, best = _selected(net, params, p, read.context, logits)
-        loss += o.block.selector * missed
     label = jnp.take_along_axis(logq, p.best_BX[..., None], axis=-1)[..., 0]
-    return loss, best, label
+    hit = label >= jnp.max(logq, axis=-1)  # XLA:CPU finds a maximum much faster than its index
+    if net.spec.selector_rank:
+        missed, hit = _selected(objective, params, p, read.context, logits)
+        loss += o.block.selector * missed
+    return loss, hit & p.knows_BX, label
 
 
 def _selected(
-    net: BlockHead, params: Params, p: TargetPrediction, context: Array, logits: Array
+    objective: HeadObjective, params: Params, p: TargetPrediction, context: Array, logits: Array
 ) -> tuple[Array, Array]:
-    """Cross-entropy of the target's best token among the candidates, to which it is added, and the candidate chosen."""
+    """Cross-entropy of the target's best token among the candidates, to which it is added, and whether it is chosen.
+
+    Candidates are counted among the tokens of ``logits``; the selector knows each by the target's id.
+    """
+    net, ids_W = objective.net, objective.ids_W
+    assert isinstance(net, BlockHead), "asked of heads that draft blocks"
+
+    def fitness(candidate: Array) -> Array:
+        token = candidate if ids_W is None else ids_W[candidate]
+        return apply(net, params, context, token, method="candidate_scores")
+
     best, candidate = lax.top_k(logits, net.spec.selector_top_k)
     candidate = candidate.astype(jnp.int32)
-    score = best + apply(net, params, context, candidate, method="candidate_scores")
+    score = best + fitness(candidate)
     chosen = jnp.take_along_axis(candidate, jnp.argmax(score, axis=-1, keepdims=True), axis=-1)[..., 0]
     label = p.best_BX[..., None]
-    among = jnp.any(candidate == label, axis=-1, keepdims=True)
-    last = jnp.where(among, candidate[..., -1:], label)
-    candidate = jnp.concatenate([candidate[..., :-1], last], axis=-1)
+    # Without a slice, for which XLA:CPU sorts the whole vocabulary instead of choosing the best.
+    lacking = ~jnp.any(candidate == label, axis=-1, keepdims=True)
+    is_last = jnp.arange(net.spec.selector_top_k) == net.spec.selector_top_k - 1
+    candidate = jnp.where(lacking & is_last, label, candidate)
     score = jnp.take_along_axis(logits, candidate, axis=-1)
-    score = score + apply(net, params, context, candidate, method="candidate_scores")
+    score = score + fitness(candidate)
     logp = jax.nn.log_softmax(score, axis=-1)
-    return -jnp.sum(logp, axis=-1, where=candidate == label), chosen
+    return -jnp.sum(logp, axis=-1, where=candidate == label), chosen == p.best_BX

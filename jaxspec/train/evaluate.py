@@ -223,6 +223,7 @@ def make_evaluation(
 
 def _drafter(head: InitialHead, params: Params, model: Model, length: int, map_W: np.ndarray | None) -> Drafter:
     if isinstance(head.net, Transformer):
-        return SmallLm(params, head.net, chain(length), BLOCK)
-    drafter = head_drafter(Head(head.net, params, head.ids_W), (model.net, model.params), chain(length), BLOCK)
+        drafter: Any = SmallLm(params, head.net, chain(length), BLOCK)
+    else:
+        drafter = head_drafter(Head(head.net, params, head.ids_W), (model.net, model.params), chain(length), BLOCK)
     return drafter if map_W is None else drafter.with_vocab(DraftVocab.of(map_W, model.net.arch.vocab_size))

@@ -21,7 +21,7 @@ from jaxspec.models.prediction import one_layer_arch
 from jaxspec.models.transformer import Transformer
 from jaxspec.sharding import hosts
 from jaxspec.train.batch import rows_over
-from jaxspec.train.head_nets import net_of
+from jaxspec.train.head_nets import net_of, token_map_of
 from jaxspec.train.head_start import head_policy, init_params
 from jaxspec.train.memory import GB, HOST_POSITIONS, MemoryPlan, UpdateWork, free_bytes, held_bytes, plan_memory
 from jaxspec.train.objective import Net
@@ -98,7 +98,9 @@ def work_of(settings: RunSettings, target: TargetHeaders, mesh: Mesh | None, pla
     # The last hidden state and the stream before its norm, what is asked for, and that once more side by side.
     parts = len(net.joins.taps) if isinstance(net, Mtp) else getattr(getattr(net, "spec", None), "parts", 0)
     vectors = 2 + 2 * parts
-    width = arch.vocab_size if isinstance(net, Transformer | Mtp) else net.spec.draft_vocab or arch.vocab_size
+    map_W = token_map_of(settings.loss, net, arch.vocab_size)
+    own = 0 if isinstance(net, Transformer | Mtp) else net.spec.draft_vocab
+    width = (own or arch.vocab_size) if map_W is None else len(map_W)
     devices = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in rows_over(mesh, settings.train))
     sizes = held_bytes(unflatten(target.plan.leaves), mesh), held_bytes(params, mesh)
     widens = (platform or jax.default_backend()) == "cpu" or settings.train.compute_dtype == "float32"

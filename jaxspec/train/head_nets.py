@@ -117,12 +117,15 @@ def token_map_of(loss: LossSettings, net: Net, vocab_size: int) -> np.ndarray | 
     """
     if loss.token_map is None:
         return None
-    spec = None if isinstance(net, Mtp) else getattr(net, "spec", None)
-    own = net.arch.mtp_form.own_heads if isinstance(net, Mtp) else spec is None or bool(spec.draft_vocab)
-    if own or (isinstance(net, BlockHead) and net.spec.follows):
+    if isinstance(net, Mtp):
+        own = net.arch.mtp_form.own_heads
+    else:
+        own = not isinstance(net, Transformer) and bool(net.spec.draft_vocab)
+    if own or (isinstance(net, BlockHead) and net.spec.markov_rank):
         raise ConfigError(
-            f"loss: token_map = {loss.token_map} is for heads that draft through the target's vocabulary product alone "
-            "(mtp, and others with head.own_head = false); leave it out, or choose head.draft_vocab_size"
+            f"loss: token_map = {loss.token_map} is for draft models, and for heads that draft through the target's "
+            "vocabulary product alone (mtp, and others with head.own_head = false); leave it out, or choose "
+            "head.draft_vocab_size"
         )
     try:
         return read_ids(loss.token_map, vocab_size)

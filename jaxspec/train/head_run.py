@@ -24,7 +24,6 @@ from jaxspec.models.mtp import Mtp
 from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer
 from jaxspec.models.vocab import coverage
-from jaxspec.native.packing import Packed, unpack
 from jaxspec.shapes import Array, Params
 from jaxspec.sharding import hosts
 from jaxspec.sharding.placement import settle
@@ -36,7 +35,7 @@ from jaxspec.train.head_loss import head_loss
 from jaxspec.train.head_nets import token_map_of
 from jaxspec.train.head_start import InitialHead, head_policy, init_params, make_initial_head
 from jaxspec.train.loop import TrainRun
-from jaxspec.train.objective import HeadObjective, Net
+from jaxspec.train.objective import HeadObjective, Net, cut_product
 from jaxspec.train.optimizer import optimizer_of, schedule_of
 from jaxspec.train.packed_rows import RowSource
 from jaxspec.train.settings import LossSettings, RunSettings
@@ -115,24 +114,6 @@ def make_objective(
         target.params, ids, net.clone(arch=replace(net.arch, layers=())) if outside else net, head.net, settings.loss,
         remat=remat, product=product, vocabulary=settings.train.vocabulary,
     )  # fmt: skip
-
-
-def cut_product(target: Params, ids_W: Array | None) -> Params | None:
-    """Returns what a target's vocabulary product reads, as arrays, of some of its tokens if ``ids_W`` is given.
-
-    None if these are its own parameters.
-    """
-    leaves: Any = target["params"]
-    ends: Any = {name: leaves[name] for name in ("head_DV", "project_out_DX") if name in leaves}
-    plain: Any = {name: unpack(leaf) for name, leaf in ends.items() if isinstance(leaf, Packed)}
-    if ids_W is None:
-        return plain or None
-    cut = {"embed_VD": leaves["embed_VD"][ids_W]}
-    if "head_DV" in leaves:
-        cut["head_DV"] = plain.get("head_DV", leaves["head_DV"])[:, ids_W]
-    if "head_bias_V" in leaves:
-        cut["head_bias_V"] = leaves["head_bias_V"][ids_W]
-    return plain | cut
 
 
 def batches_from(settings: RunSettings, rows: RowSource, mesh: Mesh | None) -> Callable[[int], Iterator[Batch]]:

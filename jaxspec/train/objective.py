@@ -8,6 +8,7 @@ from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.medusa import Medusa
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer, head
+from jaxspec.native.packing import Packed, unpack
 from jaxspec.protocol import NO_CAPTURE, CaptureSpec
 from jaxspec.pytree import pytree, static
 from jaxspec.shapes import Array, Params
@@ -61,8 +62,13 @@ class HeadObjective:
 
     def target_logits(self, last: Array) -> Array:
         """Computes the target's logits at final hidden states, float32 [..., V]; heads may be trained through them."""
-        arch, policy = replace(self.target.arch, vocab_size=self._size), self.target.policy.update(kernels="xla")
-        return head(self.target.clone(arch=arch, policy=policy), {"params": self._ends}, last)
+        return _by_xla(self.target, self._ends, last)
+
+    def model_logits(self, params: Params, last: Array) -> Array:
+        """Computes a draft model's logits at its final hidden states, float32 [..., V], of its own product."""
+        assert isinstance(self.net, Transformer), "asked of draft models"
+        own: Any = params["params"]
+        return _by_xla(self.net, {**own, **(cut_product(params, self.ids_W) or {})}, last)
 
     @property
     def reads(self) -> CaptureSpec:
@@ -84,3 +90,27 @@ class HeadObjective:
     def routing(self) -> tuple[int, ...]:
         """Expert layers whose choices it is trained on."""
         return self.net.spec.routing if isinstance(self.net, DraftHead) else ()
+
+
+def cut_product(target: Params, ids_W: Array | None) -> Params | None:
+    """Returns what a model's vocabulary product reads, as arrays, of some of its tokens if ``ids_W`` is given.
+
+    None if these are its own parameters.
+    """
+    leaves: Any = target["params"]
+    ends: Any = {name: leaves[name] for name in ("head_DV", "project_out_DX") if name in leaves}
+    plain: Any = {name: unpack(leaf) for name, leaf in ends.items() if isinstance(leaf, Packed)}
+    if ids_W is None:
+        return plain or None
+    cut = {"embed_VD": leaves["embed_VD"][ids_W]}
+    if "head_DV" in leaves:
+        cut["head_DV"] = plain.get("head_DV", leaves["head_DV"])[:, ids_W]
+    if "head_bias_V" in leaves:
+        cut["head_bias_V"] = leaves["head_bias_V"][ids_W]
+    return plain | cut
+
+
+def _by_xla(net: Transformer, ends: Any, last: Array) -> Array:
+    """Computes logits from what a network's vocabulary product reads, of as many tokens as that has."""
+    arch = replace(net.arch, vocab_size=len(ends["embed_VD"]))
+    return head(net.clone(arch=arch, policy=net.policy.update(kernels="xla")), {"params": ends}, last)

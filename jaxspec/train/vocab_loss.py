@@ -14,7 +14,7 @@ from jaxspec.models.block_head import BlockHead
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.medusa import Medusa
 from jaxspec.models.mtp import Mtp
-from jaxspec.models.transformer import Transformer, head
+from jaxspec.models.transformer import Transformer
 from jaxspec.pytree import pytree, static
 from jaxspec.shapes import Array, Params
 from jaxspec.train.block_vocab import READS, block_losses
@@ -158,7 +158,7 @@ def _one(task: VocabTask, p: TargetPrediction, share_BX: Array, logits_BXV: Arra
 
 def _of_block(task: VocabTask, params: Params, drafts: int, p: TargetPrediction, share_BX: Array, joined_BXY: Array):
     """The same of whole blocks, whose drafts D-PACE (2605.18810) weighs by the tokens that follow from them."""
-    loss_BX, best_BX, label_BX = block_losses(task.objective, params, p, joined_BXY)
+    loss_BX, hit_BX, label_BX = block_losses(task.objective, params, p, joined_BXY)
     alpha = task.objective.loss.block.pace
     if alpha:
         label_BNK = lax.stop_gradient(label_BX).reshape(len(label_BX), -1, drafts)
@@ -167,7 +167,7 @@ def _of_block(task: VocabTask, params: Params, drafts: int, p: TargetPrediction,
         later_BNK = jnp.cumsum(jnp.where(counts_BNK, through_BNK, 0.0)[..., ::-1], axis=2)[..., ::-1]
         share_BX = share_BX * later_BNK.reshape(share_BX.shape)
     kept_BX = jnp.where(p.knows_BX, share_BX, 0.0) if task.objective.loss.skip_unknown else share_BX
-    return jnp.sum(loss_BX * kept_BX), (best_BX == p.best_BX) & p.knows_BX
+    return jnp.sum(loss_BX * kept_BX), hit_BX
 
 
 def _logits(objective: HeadObjective, params: Params, lasts: tuple[Array, ...]) -> Iterable[Array]:
@@ -177,7 +177,7 @@ def _logits(objective: HeadObjective, params: Params, lasts: tuple[Array, ...]) 
     """
     net = objective.net
     if isinstance(net, Transformer):
-        return head(net, params, jnp.stack(lasts))
+        return objective.model_logits(params, jnp.stack(lasts))
     if isinstance(net, Mtp):
         return [objective.target_logits(x) for x in lasts]
     if isinstance(net, Medusa):

@@ -1,8 +1,10 @@
 """``jaxspec plan --train``: figures by hand, what compiled updates take, what does not fit, mistakes."""
 
 import json
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxspec.cli.main import main
@@ -77,6 +79,22 @@ def test_by_hand(capsys: pytest.CaptureFixture):
     assert found["time_s"] > sum(flops.values()) / (0.75 * 989.4e12)
     assert found["total_bytes"] == sum(found["memory"].values()) <= found["room_bytes"]
     assert found["memory"]["target"] == pytest.approx(61.06e9, rel=0.001)
+
+
+def test_a_map_of_tokens_counts_alone(capsys: pytest.CaptureFixture, tmp_path: Path):
+    """GLM-4.5-Air's layer over 32,768 of its 151,552 tokens: products by hand, memory as it compiles (as above)."""
+    np.save(tmp_path / "map.npy", np.arange(32768))
+    flags = ("--model", "glm-4.5-air", "--hardware", "h200x4", "--mesh", "expert=4", "--train", "mtp")
+    whole = planned(capsys, *flags)
+    some = planned(capsys, *flags, "--set", f"loss.token_map={tmp_path / 'map.npy'}")
+    places = 8 * 2048
+    assert some["flops"]["target's vocabulary"] == pytest.approx(places * 2 * 4096 * 32768)
+    assert some["flops"]["head's vocabulary"] == pytest.approx(places * 3 * 2 * 2 * 4096 * 32768)
+    assert some["flops"]["head"] == whole["flops"]["head"]
+    assert some["time_s"] < whole["time_s"]
+    settings = load_run_settings("mtp", ["train.rows=1", "train.remat=true", f"loss.token_map={tmp_path / 'map.npy'}"])
+    plan = plan_memory(update_work(settings, model_config("glm-4.5-air")[1]), settings.train, None)
+    assert plan.total - plan.needed["target"] == pytest.approx(28500715020 + 21536006856, rel=0.1)
 
 
 def test_the_words(capsys: pytest.CaptureFixture):

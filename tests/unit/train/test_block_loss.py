@@ -21,7 +21,7 @@ from jaxspec.shapes import Params
 from jaxspec.train.batch import Batch
 from jaxspec.train.block_loss import _followed, block_loss, choose_anchors, run_blocks, trained_drafts
 from jaxspec.train.block_settings import BlockLoss
-from jaxspec.train.objective import HeadObjective
+from jaxspec.train.objective import HeadObjective, cut_product
 from jaxspec.train.settings import LossSettings
 from tests.unit.train.test_unroll import (
     DIM,
@@ -171,6 +171,29 @@ def test_the_losses_are_those_of_the_papers():
             wanted = (0.8 ** np.arange(net.spec.drafts) * mask * (0.1 * ce + 1.8 * (1 - overlap) + bce)).sum()
         np.testing.assert_allclose(total, wanted / mask[:, 0].sum(), rtol=1e-4)
         assert float(metrics["trained_tokens"]) == mask[:, 0].sum()
+
+
+def test_candidates_among_some_tokens_are_known_by_the_targets_ids():
+    """With a map all of whose tokens are candidates, the loss is that of the whole product among them."""
+    ids_W = np.arange(1, VOCAB, 3)
+    net = BlockHead(replace(SPECS["dflash2"], selector_top_k=len(ids_W)), EXACT)
+    params, batch = initial_of(net), batch_of(texts(1))
+    teacher = run_teacher(*target(), batch, net.spec.reads)
+    count = batch.token_BT.shape[1]
+    usual = objective_of(net, token=0.0, decay=1.0, skip_unknown=False, block={"anchors": count, "selector": 1.0})
+    some = replace(usual, ids_W=jnp.asarray(ids_W), product=cut_product(usual.target_params, jnp.asarray(ids_W)))
+    total, metrics = jax.jit(block_loss, static_argnums=1)(some, net, params, teacher, batch, jax.random.key(0))
+    anchors = choose(count, batch, jax.random.key(0))
+    whole = replace(net, spec=replace(net.spec, selector_top_k=VOCAB))
+    logp = np.asarray(trained_logits(whole, params, usual, batch, anchors), np.float64)[0][..., ids_W]
+    logp -= np.log(np.exp(logp).sum(axis=-1, keepdims=True))
+    mask = np.asarray(trained_drafts(batch, anchors, net.spec.drafts))[0]
+    at = np.minimum(np.asarray(anchors)[0][:, None] + np.arange(net.spec.drafts), count - 1)
+    best = np.asarray(head_of(*target(), teacher.features.last_BTD))[0][at][..., ids_W].argmax(axis=-1)
+    label = np.take_along_axis(logp, best[..., None], axis=-1)[..., 0]
+    np.testing.assert_allclose(total, -(label * mask).sum() / mask[:, 0].sum(), rtol=1e-4)
+    right = (logp.argmax(axis=-1) == best)[:, 0]
+    np.testing.assert_allclose(metrics["accuracy_0"], (right * mask[:, 0]).sum() / mask[:, 0].sum(), rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["dspark", "dflash2"])

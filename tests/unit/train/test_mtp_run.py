@@ -103,7 +103,7 @@ def test_the_loss_falls_from_the_target_s_own_layer(place: Path, trained: Path):
     assert differences(moved, own_layer(place / "target")[1]) > 1e-3
 
 
-def test_some_tokens_alone_are_learned_and_drafted(place: Path):
+def test_some_tokens_alone_are_learned_and_drafted(place: Path, trained: Path):
     """The losses are over the map's tokens, and acceptance is measured with it."""
     np.save(place / "map.npy", np.arange(1, 12))
     out = place / "some"
@@ -111,12 +111,16 @@ def test_some_tokens_alone_are_learned_and_drafted(place: Path):
     settings = settings_of(place, *changes)
     train(settings, Path(settings.target))
     first = next(entry for entry in read_metrics(out) if "loss" in entry)
-    assert 0 < first["loss"] < read_metrics(place / "run")[0]["loss"], "fewer tokens are told apart"
+    assert 0 < first["loss"] < read_metrics(trained)[0]["loss"], "fewer tokens are told apart"
     arch, weights = load_model(place / "target", EXACT).net.arch, load_file(out / "last" / MTP_WEIGHTS)
     assert load_head(out / "last", arch, EXACT).ids_W is None
     assert not any("lm_head" in name or "head.weight" in name for name in weights)
     with pytest.raises(ConfigError, match=r"loss.token_map: .*nothing\.npy cannot be read"):
         train(settings_of(place, *changes, f"loss.token_map={place / 'nothing.npy'}"), Path(settings.target))
+    small = 'head={kind="draft_model", layers=1, hidden_size=8, intermediate_size=8}'
+    train(settings_of(place, *changes, small, f"out={place / 'small'}"), Path(settings.target))
+    assert next(entry for entry in read_metrics(place / "small") if "loss" in entry)["loss"] < np.log(20)
+    assert any("acceptance_length" in name for entry in read_metrics(place / "small") for name in entry)
     eagle = 'head={kind="eagle3", taps=[1, 2]}'
     with pytest.raises(ConfigError, match="draft through the target's vocabulary product alone"):
         train(settings_of(place, *changes, eagle, f"out={place / 'other'}"), Path(settings.target))

@@ -18,8 +18,7 @@ from jaxspec.pytree import replace
 from jaxspec.train.batch import Batch, TeacherOutput, shift_left
 from jaxspec.train.draft_losses import DRAFT_LOSSES, target_prediction
 from jaxspec.train.head_loss import head_loss
-from jaxspec.train.head_run import cut_product
-from jaxspec.train.objective import HeadObjective
+from jaxspec.train.objective import HeadObjective, cut_product
 from jaxspec.train.settings import LossSettings
 from jaxspec.train.teacher import run_teacher
 from jaxspec.train.unroll import unroll, unroll_masked, weights
@@ -188,6 +187,30 @@ def test_some_tokens_of_the_targets_product_are_a_product_of_them():
         other = theirs["params"][path[1].key][path[2].key]
         assert jnp.any(other), path
         np.testing.assert_allclose(grad, other, rtol=2e-5, atol=2e-7)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_draft_model_learns_some_tokens_alone(tied: bool):
+    """Its logits of a map's tokens are those of its whole product, and so are the gradients; the rest has none."""
+    net, batch, (base, whole) = Transformer(dataclasses.replace(arch(), tied=tied), EXACT), packed(), target()
+    params, teacher = net.initial(jax.random.key(1)), teacher_output_of(batch, "draft-model")
+    some = HeadObjective(whole, IDS, base, net, LossSettings(rounds=1), product=cut_product(whole, IDS))
+
+    def reference(params: Any) -> Any:
+        logits = teacher_forced(net, params, batch.token_BT, batch.position_BT, batch.segment_BT)[0][..., IDS]
+        wanted = target_prediction(head(base, whole, teacher.features.last_BTD)[..., IDS], None)
+        here = jax.tree.map(lambda x: shift_left(x, 1), wanted)
+        weight_BT = weights(batch, 0)
+        loss_BT = DRAFT_LOSSES["soft_ce"](here, jax.nn.log_softmax(shift_left(logits, 1), axis=-1))
+        return jnp.sum(loss_BT * weight_BT) / jnp.sum(weight_BT)
+
+    def ours(params: Any) -> Any:
+        return head_loss(some, params, teacher, batch, jax.random.key(4))[0]
+
+    (loss, grads), (wanted, theirs) = jax.jit(lambda p: [jax.value_and_grad(f)(p) for f in (ours, reference)])(params)
+    np.testing.assert_allclose(loss, wanted, rtol=1e-6)
+    for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-7)
 
 
 def check_held(grads: Any, wanted: Any) -> None:
