@@ -11,7 +11,7 @@ Then for each kind, into its run's directory,
     jaxspec calibrate smollm2-moe --speculative-config '{"method": KIND, "model": RUN/last}' --output RUN/cost.json ...
 
 and ``python -m lab.compare_heads table DIR``. Sizes are chosen so that each has about 5.5 million trained numbers in
-its products. The vocabulary product is the target's rows and is not trained. One recipe trains all: what tuned it was
+its products (the shared-expert head, which reads six vectors, 6.5). The vocabulary product is the target's rows and is not trained. One recipe trains all: what tuned it was
 an EAGLE-3 head.
 """
 
