@@ -1,7 +1,8 @@
 """Trains a head of every kind for smollm2-moe, on the same cached features, and tabulates what they give.
 
 Run ``python -m lab.compare_heads train KIND ... --out DIR [--seed N] [--steps N]``, after the data and features of
-``configs/train/smollm2_moe_head_more.toml``, and for ``mtp`` after
+``configs/train/smollm2_moe_head_more.toml``, and for ``mtp``,
+``dflash2`` and ``draft_model`` after
 
     jaxspec token-map smollm2-moe runs/smollm2-moe/data/train.jsonl --size 8192 --output runs/smollm2-moe/token_map.npy
 
@@ -11,8 +12,8 @@ Then for each kind, into its run's directory,
     jaxspec calibrate smollm2-moe --speculative-config '{"method": KIND, "model": RUN/last}' --output RUN/cost.json ...
 
 and ``python -m lab.compare_heads table DIR``. Sizes are chosen so that each has about 5.5 million trained numbers in
-its products (the shared-expert head, which reads six vectors, 6.5). The vocabulary product is the target's rows and is not trained. One recipe trains all: what tuned it was
-an EAGLE-3 head.
+its products (the shared-expert head, which reads six vectors, 6.5). The vocabulary product is the target's rows and is
+not trained. One recipe trains all: what tuned it was an EAGLE-3 head.
 """
 
 import argparse
