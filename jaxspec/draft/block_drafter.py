@@ -19,6 +19,7 @@ from jaxspec.models.caches import Layout
 from jaxspec.models.transformer import Transformer, embed
 from jaxspec.nn.block_attention import streams_of
 from jaxspec.nn.inputs import Inputs
+from jaxspec.nn.steady import row_top_k
 from jaxspec.protocol import Anchor, CaptureSpec, Commit, Proposal, no_proposal
 from jaxspec.pytree import pytree, static
 from jaxspec.shapes import Array, Params
@@ -169,8 +170,8 @@ class BlockDrafter(TargetDrafter, CachedDrafter):
     def _rows(self, last_BKD: Array, logits_BKW: Array, anchor: Anchor) -> Rows:
         if not self.net.spec.selector_rank:
             return Rows(last_BKD, logits_BKW, None, anchor.length_B)
-        best_BKX, candidate_BKX = lax.top_k(logits_BKW, self.net.spec.selector_top_k)
-        return Rows(last_BKD, best_BKX, candidate_BKX.astype(jnp.int32), anchor.length_B)
+        best_BKX, candidate_BKX = row_top_k(logits_BKW, self.net.spec.selector_top_k)
+        return Rows(last_BKD, best_BKX, candidate_BKX, anchor.length_B)
 
     def _after(self, rows: Rows, depth: Array, token_BT: Array, state: Array) -> tuple[Draws, Array]:
         """Returns what the drafts of a depth are drawn from after tokens, and the next state of the Markov head."""

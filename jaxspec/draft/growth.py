@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec.nn.steady import row_argmax
+from jaxspec.nn.steady import row_argmax, row_top_k
 from jaxspec.protocol import Proposal, Tree
 from jaxspec.shapes import Array
 from jaxspec.topology import AnyTopology, DynamicTree, Topology
@@ -59,8 +59,8 @@ class StaticGrowth(Growth):
         rank_M = [rank for node in level for rank in range(len(children[node]))]
         self._level = [child for node in level for child in children[node]]
         rows, own_M = score_BLV.shape[0], np.minimum(parent_M, score_BLV.shape[1] - 1)
-        best_BLX = row_argmax(score_BLV)[..., None] if width == 1 else lax.top_k(score_BLV, width)[1]
-        token_BM = best_BLX[:, own_M, np.asarray(rank_M)].astype(jnp.int32)
+        best_BLX = row_argmax(score_BLV)[..., None] if width == 1 else row_top_k(score_BLV, width)[1]
+        token_BM = best_BLX[:, own_M, np.asarray(rank_M)]
         self._token_BM.append(token_BM)
         if logp_BLV is not None:
             self._logp_BMV.append(logp_BLV[:, own_M])
@@ -89,13 +89,13 @@ class ConfidentGrowth(Growth):
 
     def grow(self, score_BLV: Array, logp_BLV: Array | None) -> tuple[Array, Array]:
         width, score_BLV = self._topology.top_k, score_BLV if logp_BLV is None else logp_BLV
-        best_BLX, token_BLX = lax.top_k(score_BLV, width)
+        best_BLX, token_BLX = row_top_k(score_BLV, width)
         logp_BLX = best_BLX - jax.nn.logsumexp(score_BLV, axis=-1, keepdims=True) + self._logp_BL[..., None]
         token_BLX = jnp.broadcast_to(token_BLX, logp_BLX.shape)
         parent_BLX = jnp.broadcast_to(self._number_BL[..., None], logp_BLX.shape)
         rows, first = self._number_BL.shape[0], sum(logp.shape[1] for _, logp, _ in self._candidates)
         token_BC, logp_BC, parent_BC = (x.reshape(rows, -1) for x in (token_BLX, logp_BLX, parent_BLX))
-        self._candidates.append((token_BC.astype(jnp.int32), logp_BC, parent_BC))
+        self._candidates.append((token_BC, logp_BC, parent_BC))
         self._logp_BL, best_BM = lax.top_k(logp_BC, width)
         best_BM = best_BM.astype(jnp.int32)
         self._number_BL = best_BM + first

@@ -8,6 +8,7 @@ from jax import lax
 
 from jaxspec.models.apply import apply
 from jaxspec.models.block_head import BlockHead, BlockSpec
+from jaxspec.nn.steady import row_top_k
 from jaxspec.shapes import Array, Params
 from jaxspec.train.draft_losses import DRAFT_LOSSES, TargetPrediction, acceptance
 from jaxspec.train.objective import HeadObjective
@@ -96,12 +97,10 @@ def _selected(
         token = candidate if ids_W is None else ids_W[candidate]
         return apply(net, params, context, token, method="candidate_scores")
 
-    best, candidate = lax.top_k(logits, net.spec.selector_top_k)
-    candidate = candidate.astype(jnp.int32)
+    best, candidate = row_top_k(logits, net.spec.selector_top_k)
     score = best + fitness(candidate)
     chosen = jnp.take_along_axis(candidate, jnp.argmax(score, axis=-1, keepdims=True), axis=-1)[..., 0]
     label = p.best_BX[..., None]
-    # Without a slice, for which XLA:CPU sorts the whole vocabulary instead of choosing the best.
     lacking = ~jnp.any(candidate == label, axis=-1, keepdims=True)
     is_last = jnp.arange(net.spec.selector_top_k) == net.spec.selector_top_k - 1
     candidate = jnp.where(lacking & is_last, label, candidate)
