@@ -7,6 +7,7 @@ from typing import Any, Literal
 import flax.linen as nn
 import jax.numpy as jnp
 
+from jaxspec.cache.window import Window
 from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.models.block import NORMS
 from jaxspec.models.block_refine import Confidence, Markov, MarkovKind, Selector
@@ -236,10 +237,15 @@ class BlockHead(nn.Module):
 
     def observe(self, c_BTD: Array, inputs: Inputs) -> tuple[Any, ...]:
         """Returns the memory of all layers with T positions of ``join`` in it."""
-        return tuple(
-            layer.observe(c_BTD, replace(inputs, memory=memory))
-            for layer, memory in zip(self.layers, inputs.memory, strict=True)
-        )
+        each = zip(self.layers, self._layer_inputs(inputs), strict=True)
+        return tuple(layer.observe(c_BTD, inputs) for layer, inputs in each)
+
+    def _layer_inputs(self, inputs: Inputs) -> list[Inputs]:
+        """Returns what each layer reads, whose caches are written as the kernels' machine wants it."""
+        window = inputs.window
+        if isinstance(window, Window):
+            window = replace(window, use_scatter=self.policy.compute.kernels == "triton")
+        return [replace(inputs, window=window, memory=memory) for memory in inputs.memory]
 
     def embed(self, token: Array) -> Array:
         """Its own embeddings, float32 [..., D]."""
@@ -267,8 +273,8 @@ class BlockHead(nn.Module):
         if s.arch.hyper is not None:
             x = jnp.repeat(x[:, :, None], s.arch.hyper.streams, axis=2)
         written, chosen = [], []
-        for layer, memory in zip(self.layers, inputs.memory, strict=True):
-            x, memory, routing = layer(x, replace(inputs, memory=memory))
+        for layer, own in zip(self.layers, self._layer_inputs(inputs), strict=True):
+            x, memory, routing = layer(x, own)
             written.append(memory)
             chosen.append(routing)
         last = self.hyper_head(x) if s.normed_late else rms_norm(x, self.norm_D, s.arch.norm_eps)

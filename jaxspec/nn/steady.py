@@ -168,7 +168,7 @@ def _argmax_of_blocks(x: Array) -> Array:
 def row_top_k(x: Array, k: int) -> tuple[Array, Array]:
     """The ``k`` largest along the last axis, in descending order, and their indices, int32.
 
-    XLA sorts whole rows where parts of ``lax.top_k``'s result are read, as by slices: 100 times slower on a CPU with
+    XLA:CPU sorts whole rows where parts of ``lax.top_k``'s result are read, as by slices: 100 times slower with
     50,000 numbers. The barrier keeps such parts away from it.
     """
     best, index = lax.optimization_barrier(lax.top_k(x, k))

@@ -104,6 +104,7 @@ def test_a_step_with_a_head_of_true_size_copies_no_weight_and_waits_once(kind: s
     assert found["launches"]["per_turn"] == 0
     assert found["bytes"]["temp"] < 64 * MIB
     assert found["kernels"]["verify_attention"] == HEADS[kind]
+    assert found["kernels"].get("loop_dynamic_update_slice_fusion", 0) <= 16, "all rows' keys are written at once"
     assert {kernel: size for kernel, size in found["spills"].items() if kernel in found["shared_bytes"]} == {}
 
 
