@@ -1,8 +1,8 @@
 """Trains a head of every kind for smollm2-moe, on the same cached features, and tabulates what they give.
 
 Run ``python -m lab.compare_heads train KIND ... --out DIR [--seed N] [--steps N]``, after the data and features of
-``configs/train/smollm2_moe_head_more.toml``, and for ``mtp``,
-``dflash2`` and ``draft_model`` after
+``configs/train/smollm2_moe_head_more.toml``, and for ``mtp``, ``dflash2``
+and ``draft_model`` after
 
     jaxspec token-map smollm2-moe runs/smollm2-moe/data/train.jsonl --size 8192 --output runs/smollm2-moe/token_map.npy
 

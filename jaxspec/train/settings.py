@@ -231,8 +231,8 @@ class LossSettings(Record, frozen=True):
       keep, keep_least: of P-EAGLE, share of a round's slots that the next one keeps, and of all that it keeps at least.
       draft_only: whether the target's distribution is computed over the draft vocabulary alone, which saves most of
         its vocabulary product; no position counts as unknown then.
-      token_map: file of the tokens that the losses of a network without a vocabulary product of its own are over, as
-        ``jaxspec token-map`` writes it; none are all.
+      token_map: file of the tokens that the losses of a draft model, or of a head that drafts through the target's
+        vocabulary product, are over, as ``jaxspec token-map`` writes it; none are all.
       skip_unknown: whether positions are left out where the target's best token is outside of the draft vocabulary.
       block: of heads that draft blocks, which have no rounds.
     """
