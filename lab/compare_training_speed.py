@@ -9,6 +9,7 @@ record, the last one the result.
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from jaxspec.checkpoint.heads.directory import load_head, save_head
 from jaxspec.checkpoint.heads.formats import Verifier
 from jaxspec.checkpoint.load.model import Model, load_model
 from jaxspec.checkpoint.text.codec import Text
+from jaxspec.cli.huge_pages import HUGE, TUNABLES
 from jaxspec.errors import JaxspecError
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.trained_head import Head
@@ -132,10 +134,11 @@ def serve(directory: Path) -> None:
 class Side:
     """A process that trains when it is told to."""
 
-    def __init__(self, name: str, core: int, command: Sequence[str]):
+    def __init__(self, name: str, core: int, command: Sequence[str], environment: dict[str, str]):
         self.name = name
+        taken = ["taskset", "-c", str(core), *command]
         self.process = subprocess.Popen(
-            ["taskset", "-c", str(core), *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            taken, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | environment
         )
 
     @cached_property
@@ -172,6 +175,7 @@ def compare(sides: Sequence[Side], rounds: int, updates: int) -> dict[str, Any]:
     rates: dict[str, dict[str, list[float]]] = {side.name: {"cpu_s": [], "wall_s": []} for side in sides}
     for number in range(rounds):
         for side in sides if number % 2 == 0 else reversed(sides):
+            side.train(1)  # some kernels take memory away from who waits
             timing = side.train(updates)
             for clock, rate in rates[side.name].items():
                 rate.append(updates * ROWS * LENGTH / timing[clock])
@@ -215,7 +219,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         prepare(Path(place), load_model(resolve_model(args.target), FLOAT32), args.dtype)
         commands = {"jaxspec": [sys.executable, __file__, "--serve", place]}
         commands |= {f"speculators, {form}": [args.peer, str(PEER), place, *form.split()] for form in args.forms}
-        sides = [Side(name, args.core, command) for name, command in commands.items()]
+        ours = {TUNABLES: os.environ.get(TUNABLES, f"{HUGE}=1")}  # as jaxspec train has it
+        sides = [Side(name, args.core, made, {} if args.peer in made else ours) for name, made in commands.items()]
         result = compare(sides, args.rounds, args.updates)
         for side in sides:
             side.close()

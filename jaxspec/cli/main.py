@@ -11,6 +11,7 @@ from tyro.extras import SubcommandApp
 
 from jaxspec.cli.arguments import parse
 from jaxspec.cli.examples import description_of
+from jaxspec.cli.huge_pages import restart_with_huge_pages
 from jaxspec.cli.interrupts import INTERRUPTS
 from jaxspec.cli.status import BROKEN_PIPE, FAILED, status_of
 from jaxspec.errors import ConfigError, JaxspecError
@@ -49,6 +50,8 @@ def main(args: list[str] | None = None) -> int:
     """
     if args is None:
         args = sys.argv[1:]
+        if args[:1] == ["train"]:
+            restart_with_huge_pages()
         INTERRUPTS.watch()
     try:
         code = _run(args)

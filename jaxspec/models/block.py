@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax.numpy as jnp
 
-from jaxspec.cache.window import Window, take_outputs
+from jaxspec.cache.window import take_outputs
 from jaxspec.models.arch import SECOND, SUM, ArchSpec, LayerSpec, NoMixer
 from jaxspec.nn.attention import Attention, AttentionSpec
 from jaxspec.nn.chosen import Selection
@@ -124,8 +124,7 @@ class Block(nn.Module):
           layer: index in the stack.
         """
         p, second, memory, own = self.policy, self.spec.second, inputs.memory, inputs.memory
-        if isinstance(inputs.window, Window) and p.compute.splits_rows:
-            inputs = replace(inputs, window=replace(inputs.window, rows_sharded=True))
+        inputs = inputs.written_by(p.compute)
         if second is not None and memory is not None:
             own = {name: memory[name] for name in self.spec.attention.streams}
         done, late = self._half(x, replace(inputs, memory=own), layer)

@@ -7,7 +7,6 @@ from typing import Any, Literal
 import flax.linen as nn
 import jax.numpy as jnp
 
-from jaxspec.cache.window import Window
 from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.models.block import NORMS
 from jaxspec.models.block_refine import Confidence, Markov, MarkovKind, Selector
@@ -242,10 +241,8 @@ class BlockHead(nn.Module):
 
     def _layer_inputs(self, inputs: Inputs) -> list[Inputs]:
         """Returns what each layer reads, whose caches are written as the kernels' machine wants it."""
-        window = inputs.window
-        if isinstance(window, Window):
-            window = replace(window, use_scatter=self.policy.compute.kernels == "triton")
-        return [replace(inputs, window=window, memory=memory) for memory in inputs.memory]
+        inputs = inputs.written_by(self.policy.compute)
+        return [replace(inputs, memory=memory) for memory in inputs.memory]
 
     def embed(self, token: Array) -> Array:
         """Its own embeddings, float32 [..., D]."""

@@ -10,6 +10,7 @@ from jaxspec.cache.tree_reads import compact
 from jaxspec.cache.window import Window
 from jaxspec.models.arch import ArchSpec, LayerSpec, segments
 from jaxspec.models.transformer import Caches
+from jaxspec.nn.inputs import written_by
 from jaxspec.nn.policy import Policy
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array
@@ -47,7 +48,7 @@ def _zeros(layout: Layout, policy: Policy, size: CacheSize) -> Caches:
 
 def compact_caches(caches: Caches, arch: ArchSpec, policy: Policy, window: Window, path_BT: Array) -> Caches:
     """Moves the accepted path of a tree to consecutive positions in every layer."""
-    done, window = [], replace(window, rows_sharded=policy.compute.splits_rows)
+    done, window = [], written_by(window, policy.compute)
     for cache, (streams, layers) in zip(caches, layout(arch, policy), strict=True):
         if layers == 1:
             done.append(compact(cache, streams, window, path_BT))

@@ -174,8 +174,7 @@ class Loop:
             window = self.inputs.window
             if isinstance(window, Window) and cache:
                 pages = jax.tree.leaves(cache)[0].shape[0] // self.segment.repeats
-                use_scatter = self.policy.compute.kernels == "triton"
-                window = replace(window, layer=y, layer_pages=pages, use_scatter=use_scatter)
+                window = replace(window, layer=y, layer_pages=pages)
             number = jnp.int32(self.segment.first + place) + y * jnp.int32(len(self._blocks))
             inputs = replace(self.inputs, window=window, memory=cache, selection=selection, number=number)
             out: Any = block.apply({"params": _layer(stack, y, self.policy)}, x, inputs, y)

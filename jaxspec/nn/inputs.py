@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxspec.cache.window import AnyWindow, Window, take_outputs, unpack
 from jaxspec.nn.chosen import Selection
+from jaxspec.nn.policy import Compute
 from jaxspec.nn.rope import RopeSpec, angles
 from jaxspec.protocol import NO_CAPTURE, CaptureSpec
 from jaxspec.pytree import pytree, replace, static
@@ -70,6 +71,10 @@ class Inputs:
         """The window where there is a cache to write and to read."""
         return self.window if isinstance(self.window, Window) and isinstance(self.memory, dict) else None
 
+    def written_by(self, compute: Compute) -> "Inputs":
+        """Returns the inputs with caches written as ``compute`` wants them."""
+        return replace(self, window=written_by(self.window, compute)) if isinstance(self.window, Window) else self
+
     def unpack(self) -> "Inputs":
         """Returns the inputs with positions as [B, T], which caches are addressed by."""
         return replace(self, position_BT=unpack(self.position_BT, self.window), rotations=(), angles=())
@@ -83,6 +88,12 @@ class Inputs:
         window = self.window.after_write
         own = replace(self, rotations=(), angles=(), live_M=None)
         return replace(own, token_BT=token_BT, position_BT=position_BT, selection=selection, window=window)
+
+
+def written_by(window: Window, compute: Compute) -> Window:
+    """Returns the window with rows written one by one, all at once as a GPU wants it, or where each lies."""
+    use_scatter = compute.kernels in ("triton", "interpret")
+    return replace(window, use_scatter=use_scatter, rows_sharded=compute.splits_rows)
 
 
 class Mixed(NamedTuple):

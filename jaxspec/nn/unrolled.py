@@ -81,15 +81,37 @@ def attend_unrolled(
     slot_BX = jnp.broadcast_to(slot_BX, (rows, count))
     each = (q_BXHC * scale).astype(k_BTGC.dtype), slot_BX, jnp.take_along_axis(segment_BT, slot_BX, axis=1), memory.own
     # Of long texts, whose scores are computed by blocks, each chunk would keep arrays of its own for its gradients.
-    outs, step = [], CHUNK if every and count <= BLOCK else count
-    for first in range(0, count, step):
-        last = min(first + step, count)
-        end = last if every else length  # what comes after a chunk of all slots is seen by none of its
-        text = k_BTGC[:, :end], v_BTGC[:, :end], segment_BT[:, :end], sinks_H
-        some = jax.tree.map(lambda x, at=slice(first, last): x[:, at], each)
+    step = CHUNK if every and count <= BLOCK else count
+    lasts = [min(first + step, count) for first in range(0, count, step)]
+    # What comes after a chunk of all slots is seen by none of its.
+    ends = tuple(lasts) if every else (length,)
+    sizes = [last - first for first, last in zip([0, *lasts], lasts, strict=False)]
+    each, structure = jax.tree.flatten(each)
+    each = [structure.unflatten(parts) for parts in zip(*(lax.split(x, sizes, axis=1) for x in each), strict=True)]
+    outs = []
+    for end, k, v, some in zip(ends, _beginnings(k_BTGC, ends), _beginnings(v_BTGC, ends), each, strict=True):
         attend, size = partial(_attend_some, span), queries_at_once(rows * heads, end)
-        outs.append(by_blocks(attend, text, some, size))
+        outs.append(by_blocks(attend, (k, v, segment_BT[:, :end], sinks_H), some, size))
     return jnp.concatenate(outs, axis=1).astype(jnp.float32)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _beginnings(x: Array, ends: tuple[int, ...]) -> tuple[Array, ...]:
+    """Returns the first entries [B, end, ...] for each of ``ends``, the last of which is all.
+
+    Gradients are added where they belong: of slices XLA would pad each with zeros, and add them number by number.
+    """
+    return tuple(x[:, :end] for end in ends)
+
+
+def _added(ends: tuple[int, ...], _: None, grads: tuple[Array, ...]) -> tuple[Array]:
+    total = grads[-1].astype(jnp.float32)
+    for end, grad in zip(ends[:-1], grads[:-1], strict=True):
+        total = lax.dynamic_update_slice_in_dim(total, total[:, :end] + grad.astype(jnp.float32), 0, axis=1)
+    return (total.astype(grads[-1].dtype),)
+
+
+_beginnings.defvjp(lambda x, ends: (_beginnings(x, ends), None), _added)
 
 
 def _attend_some(

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jaxspec.nn.steady import row_argmax
 from jaxspec.pytree import pytree
 from jaxspec.shapes import Array
 
@@ -32,12 +33,10 @@ def target_prediction(logits_BTV: Array, ids_W: Array | None) -> TargetPredictio
     """Restricts the target's prediction to the tokens ``ids_W`` that a head knows (None: all)."""
     whole = jax.nn.log_softmax(logits_BTV, axis=-1)
     if ids_W is None:
-        return TargetPrediction(
-            whole, whole, jnp.ones(whole.shape[:-1], bool), jnp.argmax(whole, axis=-1).astype(jnp.int32)
-        )
+        return TargetPrediction(whole, whole, jnp.ones(whole.shape[:-1], bool), row_argmax(whole))
     some = jnp.take(whole, ids_W, axis=-1)
     knows = jnp.max(some, axis=-1) >= jnp.max(whole, axis=-1)
-    return TargetPrediction(jax.nn.log_softmax(some, axis=-1), some, knows, jnp.argmax(some, axis=-1).astype(jnp.int32))
+    return TargetPrediction(jax.nn.log_softmax(some, axis=-1), some, knows, row_argmax(some))
 
 
 def _soft_ce(p: TargetPrediction, logq: Array) -> Array:

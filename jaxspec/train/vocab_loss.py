@@ -56,8 +56,9 @@ def vocab_loss(params: Params, task: VocabTask, last_SBTD: tuple[Array, ...]) ->
 
 
 def default_positions(rows: int, length: int, vocab_size: int, draft_vocab: int, rounds: int) -> int:
-    """Returns how many positions of a row are computed at a time by default."""
-    return max(1, min(length, LOGIT_BYTES // (rows * position_bytes(vocab_size, draft_vocab, rounds))))
+    """Returns how many positions of a row are computed at a time by default, about as many each time."""
+    most = max(1, LOGIT_BYTES // (rows * position_bytes(vocab_size, draft_vocab, rounds)))
+    return -(-length // -(-length // most))
 
 
 def position_bytes(vocab_size: int, draft_vocab: int, rounds: int) -> int:
