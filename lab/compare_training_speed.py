@@ -104,7 +104,7 @@ def serve(directory: Path) -> None:
     head = load_head(directory / "head", target.net.arch, policy)
     assert isinstance(head.net, DraftHead)
     net, ids_W = head.net, jnp.asarray(head.ids_W)
-    base = target.net.clone(policy=policy)
+    base = target.net.clone(policy=policy.update(own_head=True))  # as the trainer has it
     objective = HeadObjective(target.params, ids_W, base, net, LOSS, product=cut_product(target.params, ids_W))
 
     def loss_fn(
