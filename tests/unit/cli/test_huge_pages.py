@@ -25,6 +25,8 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list:
     monkeypatch.setattr(huge_pages, "MODES", modes)
     monkeypatch.setattr(os, "execv", lambda *given: calls.append((*given, os.environ[huge_pages.TUNABLES])))
     monkeypatch.setenv(huge_pages.TUNABLES, "")
+    monkeypatch.setenv(huge_pages.RESTARTED, "")  # so that it is absent again after the test
+    monkeypatch.delenv(huge_pages.RESTARTED)
     return calls
 
 
@@ -46,6 +48,13 @@ def test_what_is_asked_for_already_stays(started: list, monkeypatch: pytest.Monk
     monkeypatch.setenv(huge_pages.TUNABLES, tunables)
     huge_pages.restart_with_huge_pages()
     assert started == []
+
+
+def test_it_starts_anew_once_even_where_the_variable_is_taken_away(started: list, monkeypatch: pytest.MonkeyPatch):
+    huge_pages.restart_with_huge_pages()
+    monkeypatch.setenv(huge_pages.TUNABLES, "")
+    huge_pages.restart_with_huge_pages()
+    assert len(started) == 1
 
 
 @pytest.mark.parametrize("modes", ["[always] madvise never\n", "always madvise [never]\n", None])
@@ -72,7 +81,8 @@ def test_only_the_command_line_of_a_process_starts_it_anew(started: list, monkey
     not huge_pages.MODES.is_file() or "[madvise]" not in huge_pages.MODES.read_text(), reason="not given to who asks"
 )
 def test_a_real_process_has_them_and_its_arguments():
-    quiet = {name: value for name, value in os.environ.items() if name != huge_pages.TUNABLES}
+    ours = huge_pages.TUNABLES, huge_pages.RESTARTED
+    quiet = {name: value for name, value in os.environ.items() if name not in ours}
     run = subprocess.run(
         [sys.executable, "-c", SAYS, "a", "b c"], env=quiet, capture_output=True, text=True, check=True
     )
