@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxspec.cli import huge_pages
+from jaxspec.cli.interrupts import INTERRUPTS
 from jaxspec.cli.main import main
 
 SAYS = """
@@ -67,6 +68,7 @@ def test_a_kernel_that_gives_them_to_all_or_none_is_not_asked(started: list, mod
 
 
 def test_only_the_command_line_of_a_process_starts_it_anew(started: list, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(INTERRUPTS, "watch", lambda: None)  # which is for the rest of a process
     assert main(["train", "nothing"]) != 0
     assert started == []
     monkeypatch.setattr(sys, "argv", ["jaxspec", "plot"])
