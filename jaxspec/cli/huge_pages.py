@@ -1,4 +1,4 @@
-"""Huge pages for what an update of training takes of memory and gives back, gigabytes each time."""
+"""Huge pages for the memory that each update of training takes from the kernel and gives back."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ MODES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def restart_with_huge_pages() -> None:
-    """Starts this process anew if it then gets huge pages: glibc reads whether to ask for them only at the start.
+    """Restarts this process with huge pages, which glibc asks for only if told so when a process starts.
 
     Does nothing where the variable says something of them already, and where the kernel gives them to all or to none.
     """
