@@ -69,6 +69,13 @@ def test_suppressions_are_few():
     assert sum(found.values()) <= 25, found
 
 
+def test_git_keeps_nothing_else_at_the_top():
+    """Such as what a measurement wrote."""
+    files = {"CHANGELOG.md", "LICENSE", "README.md", "constraints.txt", "mkdocs.yml", "pyproject.toml", ".gitignore"}
+    kept = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True).stdout.split("\0")
+    assert {name for name in kept if name and "/" not in name} <= files
+
+
 def test_files_name_no_machine():
     own = f"{ROOT}/"
     found = [
