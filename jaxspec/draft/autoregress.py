@@ -7,18 +7,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.cache.window import Window
+from jaxspec.draft.draft_scores import NEEDS_DRAFT_PROBS, score_tokens
 from jaxspec.draft.draft_selection import DraftSelection, empty_selection, select_next
-from jaxspec.draft.draft_vocab import DraftVocab, expand_to_target_vocab
 from jaxspec.draft.growth import growth_of, take
-from jaxspec.draft.network_drafter import CachedDrafter, NetworkDrafter
-from jaxspec.keys import Purpose, gumbel, within_step
-from jaxspec.nn.steady import row_argmax
-from jaxspec.protocol import Anchor, Proposal, no_proposal, unpack_mask
+from jaxspec.draft.network_drafter import CachedDrafter
+from jaxspec.protocol import Anchor, Proposal, no_proposal
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
-
-NEEDS_DRAFT_PROBS = ("reject", "block")
-BANNED_DRAFT = -1e4
 
 
 @pytree
@@ -85,72 +80,14 @@ def draft(cell: CachedDrafter, state: Any, anchor: Anchor, rule: str, root: Root
     return walk(cell, state, anchor, rule, root)
 
 
-def scores(drafter: NetworkDrafter, last_BTD: Array, anchor: Anchor, depth_T: Array, rule: str) -> tuple[Array, Array]:
-    """Scores tokens at each row's temperature, and once more with the noise that ranks them.
-
-    Args:
-      drafter: has the head.
-      last_BTD: what the head reads.
-      anchor: says how rows sample.
-      depth_T: depth of the drafts that are drawn.
-      rule: of verification; where it needs distributions, scores are log-probabilities.
-    """
-    logits = _masked(_biased(drafter.logits(last_BTD), anchor), anchor, depth_T)
-    if rule == "greedy":
-        return logits, logits
-    warm_B = (anchor.sampling.temperature_B > 0)[:, None, None]
-    score = logits / jnp.where(warm_B, anchor.sampling.temperature_B[:, None, None], 1.0)
-    # match: the target's own noise, which makes drafts agree; reject and block need draws that no other step sees.
-    purpose, key_BT = Purpose.TARGET, anchor.length_B[:, None] + depth_T[None]
-    if rule != "match":
-        score = jax.nn.log_softmax(score)
-        purpose, key_BT = Purpose.DRAFT, within_step(anchor.length_B, jnp.broadcast_to(depth_T[None], key_BT.shape))
-
-    def noisy(score: Array) -> Array:
-        return jnp.where(warm_B, score + _noise(drafter.vocab, (anchor.sampling.key_BX, key_BT, purpose), score), score)
-
-    return score, lax.cond(jnp.any(warm_B), noisy, lambda x: x, score)
-
-
-def _noise(vocab: DraftVocab | None, keys: tuple[Array, Array, Purpose], score_BTV: Array) -> Array:
-    """Draws the noise of every token; on a CPU, where it takes a part of a draft's time, of those drafted alone."""
-
-    def of_all() -> Array:
-        return gumbel(*keys, score_BTV.shape[-1])
-
-    def of_drafted() -> Array:
-        return of_all() if vocab is None else expand_to_target_vocab(gumbel(*keys, vocab.token_W), vocab)
-
-    return lax.platform_dependent(cpu=of_drafted, default=of_all)
-
-
-def _biased(logits_BTV: Array, anchor: Anchor) -> Array:
-    """Adds each row's bias: a banned token would never be accepted."""
-    if anchor.bias_BV is None:
-        return logits_BTV
-    # Not -inf: a draft vocabulary may hold banned tokens alone. Not under a condition on whether some row is biased:
-    # that would cost a GPU more than the sum.
-    bias_BV = jnp.maximum(anchor.bias_BV, BANNED_DRAFT)
-    return jnp.where(anchor.sampling.biased_B[:, None, None], logits_BTV + bias_BV[:, None], logits_BTV)
-
-
-def _masked(logits_BTV: Array, anchor: Anchor, depth_T: Array) -> Array:
-    """Bans what a grammar forbids from the first drafts; what it forbids later nobody knows before they are drawn."""
-    if anchor.mask_BW is None:
-        return logits_BTV
-    allowed_BTV = unpack_mask(anchor.mask_BW[:, None], logits_BTV.shape[-1]) | (depth_T != 1)[None, :, None]
-    return jnp.where(allowed_BTV, logits_BTV, logits_BTV + BANNED_DRAFT)
-
-
 def _chain(cell: CachedDrafter, state: Any, anchor: Anchor, rule: str, root: Root | None) -> tuple[Proposal, Any]:
     drafts, known = cell.topology.drafts, 0 if root is None else 1
     size = drafts + 1 - known
 
     def draw(chain: Chain, last_BTD: Array, k: Array) -> Chain:
         """Draws the draft of depth k + 1."""
-        logp, score = scores(cell, last_BTD, anchor, jnp.reshape(k + 1, (1,)), rule)
-        # Scores have Gumbel noise in them: the best token is a sample.
-        token_B = row_argmax(score[:, 0])
+        found = score_tokens(cell, last_BTD, anchor, jnp.reshape(k + 1, (1,)), rule)
+        token_B1 = found.best()
         expert_BKYA, selection = chain.expert_BKYA, chain.selection
         expert = None if expert_BKYA is None else cell.experts(last_BTD)
         if expert_BKYA is not None and expert is not None:
@@ -158,11 +95,11 @@ def _chain(cell: CachedDrafter, state: Any, anchor: Anchor, rule: str, root: Roo
         if selection is not None:
             sure = cell.confidence(last_BTD)
             parts = (None if x is None else x[:, 0] for x in (expert, sure))
-            selection = select_next(selection, anchor, k, logp[:, 0], *parts)
+            selection = select_next(selection, anchor, k, found.score_BTW[:, 0], *parts)
         return Chain(
-            token_B,
-            _put(chain.token_BN, token_B[:, None], k),
-            _put(chain.logp_BNV, logp, k) if rule in NEEDS_DRAFT_PROBS else chain.logp_BNV,
+            token_B1[:, 0],
+            _put(chain.token_BN, token_B1, k),
+            _put(chain.logp_BNV, found.logp(), k) if rule in NEEDS_DRAFT_PROBS else chain.logp_BNV,
             expert_BKYA,
             selection,
         )
@@ -233,8 +170,8 @@ def _tree(cell: CachedDrafter, state: Any, anchor: Anchor, rule: str, root: Root
             stage = min(depth - known, cell.stages)
             last, feature, state = cell.run(state, token_BL, feature, position_BL, window, stage)
             written += token_BL.shape[1]
-        logp, score = scores(cell, last, anchor, jnp.full(token_BL.shape[1], depth + 1, jnp.int32), rule)
-        token_BL, parent_BL = growth.grow(score, logp if rule in NEEDS_DRAFT_PROBS else None)
+        found = score_tokens(cell, last, anchor, jnp.full(token_BL.shape[1], depth + 1, jnp.int32), rule)
+        token_BL, parent_BL = growth.grow(found, drawn=rule in NEEDS_DRAFT_PROBS)
         feature = jax.tree.map(lambda x, parent_BL=parent_BL: take(x, parent_BL), feature)
         node_BL = jnp.broadcast_to(written + jnp.arange(token_BL.shape[1], dtype=jnp.int32), token_BL.shape)
         path_BLJ = jnp.concatenate([take(path_BLJ, parent_BL), node_BL[..., None]], axis=2)

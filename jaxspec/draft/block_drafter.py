@@ -9,7 +9,7 @@ from jax import lax
 from jaxspec.cache.addressing import init_layer
 from jaxspec.cache.window import Window
 from jaxspec.draft.autoregress import Root, draft
-from jaxspec.draft.draft_vocab import DraftVocab, expand_to_target_vocab
+from jaxspec.draft.draft_vocab import Candidates, DraftVocab
 from jaxspec.draft.network_drafter import CachedDrafter
 from jaxspec.draft.parallel import draft_from
 from jaxspec.draft.target_product import CutProduct, TargetDrafter
@@ -48,11 +48,13 @@ class Draws:
     """What drafts are drawn from.
 
     Attributes:
-      logits_BTV: over the target's vocabulary.
+      logits_BTW: of the tokens that are drafted from.
+      candidate_BTW: their ids where each node has candidates of its own.
       confidence_BT: probability that a draft is accepted, None where nothing predicts it.
     """
 
-    logits_BTV: Array
+    logits_BTW: Array
+    candidate_BTW: Array | None = None
     confidence_BT: Array | None = None
 
 
@@ -120,7 +122,7 @@ class BlockDrafter(TargetDrafter, CachedDrafter):
         logits_BKW = self._unary(last_BKD)
         every_B = jnp.ones(anchor.token_B.shape, bool)
         if not self.net.spec.follows:
-            draws: Any = Draws(self._expanded(logits_BKW))
+            draws: Any = Draws(logits_BKW)
             return draft_from(self, draws, anchor, rule, every_B), state
         rows = self._rows(last_BKD, logits_BKW, anchor)
         token_B1, rank = anchor.token_B[:, None], self.net.spec.markov_rank
@@ -137,7 +139,11 @@ class BlockDrafter(TargetDrafter, CachedDrafter):
         return draws, feature, state
 
     def logits(self, last_BTD: Any) -> Array:
-        return last_BTD.logits_BTV
+        return last_BTD.logits_BTW
+
+    def known(self, last_BTD: Any) -> DraftVocab | Candidates | None:
+        candidate = last_BTD.candidate_BTW
+        return self.vocab if candidate is None else Candidates(candidate, self.vocab_size)
 
     def confidence(self, last_BTD: Any) -> Array | None:
         return last_BTD.confidence_BT
@@ -160,17 +166,13 @@ class BlockDrafter(TargetDrafter, CachedDrafter):
         last_BKD = apply(self.net, self.params, last_BKD, method="normed")
         if self.own_product:
             return self.net.spec.shaped(apply(self.net, self.params, last_BKD, method="logits"))
-        logits = self.net.spec.shaped(self.target_logits(last_BKD))
-        return logits if self.product is None else expand_to_target_vocab(logits, self.vocab)
-
-    def _expanded(self, logits: Array) -> Array:
-        """Returns logits over the target's vocabulary, which those without a product of its own are over already."""
-        return expand_to_target_vocab(logits, self.vocab) if self.own_product else logits
+        return self.net.spec.shaped(self.target_logits(last_BKD))
 
     def _rows(self, last_BKD: Array, logits_BKW: Array, anchor: Anchor) -> Rows:
         if not self.net.spec.selector_rank:
             return Rows(last_BKD, logits_BKW, None, anchor.length_B)
-        best_BKX, candidate_BKX = row_top_k(logits_BKW, self.net.spec.selector_top_k)
+        best_BKX, index_BKX = row_top_k(logits_BKW, self.net.spec.selector_top_k)
+        candidate_BKX = index_BKX if self.vocab is None else self.vocab.ids(index_BKX)
         return Rows(last_BKD, best_BKX, candidate_BKX, anchor.length_B)
 
     def _after(self, rows: Rows, depth: Array, token_BT: Array, state: Array) -> tuple[Draws, Array]:
@@ -185,20 +187,13 @@ class BlockDrafter(TargetDrafter, CachedDrafter):
         if spec.markov_rank:
             e = apply(self.net, self.params, token_BT, method="markov_embed")
             z, state = apply(self.net, self.params, e, last, state, method="markov_advance")
-            logits = logits + apply(self.net, self.params, z, method="markov_bias")
+            bias = apply(self.net, self.params, z, method="markov_bias")
+            logits = logits + (bias if self.product is None or self.vocab is None else self.vocab.pick(bias))
         if spec.confidence != "none":
             confidence = jax.nn.sigmoid(apply(self.net, self.params, last, e, method="confidence"))
         if rows.candidate_BKX is None:
-            return Draws(self._expanded(logits), confidence), state
+            return Draws(logits, None, confidence), state
         candidate = here(rows.candidate_BKX)
         context = apply(self.net, self.params, token_BT, last, method="context")
         logits = logits + apply(self.net, self.params, context, candidate, method="candidate_scores")
-        return Draws(self._only(candidate, logits), confidence), state
-
-    def _only(self, candidate_BTX: Array, logits_BTX: Array) -> Array:
-        """Spreads the logits of candidates over the vocabulary, -inf for all other tokens."""
-        rows, count = candidate_BTX.shape[:2]
-        every = jnp.full((rows, count, self.vocab_size), -jnp.inf)
-        row_B11 = jnp.arange(rows, dtype=jnp.int32)[:, None, None]
-        node_T1 = jnp.arange(count, dtype=jnp.int32)[:, None]
-        return every.at[row_B11, node_T1, candidate_BTX].set(logits_BTX)
+        return Draws(logits, candidate, confidence), state

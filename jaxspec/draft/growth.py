@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec.nn.steady import row_argmax, row_top_k
+from jaxspec.draft.draft_scores import DraftScores
 from jaxspec.protocol import Proposal, Tree
 from jaxspec.shapes import Array
 from jaxspec.topology import AnyTopology, DynamicTree, Topology
@@ -17,12 +17,12 @@ class Growth(ABC):
     """A tree while it is drafted."""
 
     @abstractmethod
-    def grow(self, score_BLV: Array, logp_BLV: Array | None) -> tuple[Array, Array]:
+    def grow(self, found: DraftScores, *, drawn: bool) -> tuple[Array, Array]:
         """Adds the children of the L nodes of a level.
 
         Args:
-          score_BLV: ranks the tokens after each node; L may be 1 where all nodes of the level have the same.
-          logp_BLV: distributions that ``score_BLV`` draws from, None where the rule does not need them.
+          found: ranks the tokens after each node; L may be 1 where all nodes of the level have the same.
+          drawn: whether the rule needs the distributions that children are drawn from.
 
         Returns:
           Tokens of the next level's M nodes, and the indices of their parents in this level, both [B, M].
@@ -52,18 +52,19 @@ class StaticGrowth(Growth):
         self._token_BM: list[Array] = []
         self._logp_BMV: list[Array] = []
 
-    def grow(self, score_BLV: Array, logp_BLV: Array | None) -> tuple[Array, Array]:
+    def grow(self, found: DraftScores, *, drawn: bool) -> tuple[Array, Array]:
         children, level = self._topology.children, self._level
         width = max(len(children[node]) for node in level)
         parent_M = [index for index, node in enumerate(level) for _ in children[node]]
         rank_M = [rank for node in level for rank in range(len(children[node]))]
         self._level = [child for node in level for child in children[node]]
-        rows, own_M = score_BLV.shape[0], np.minimum(parent_M, score_BLV.shape[1] - 1)
-        best_BLX = row_argmax(score_BLV)[..., None] if width == 1 else row_top_k(score_BLV, width)[1]
+        rows, nodes = found.score_BTW.shape[:2]
+        own_M = np.minimum(parent_M, nodes - 1)
+        best_BLX = found.best()[..., None] if width == 1 else found.best_few(width)[1]
         token_BM = best_BLX[:, own_M, np.asarray(rank_M)]
         self._token_BM.append(token_BM)
-        if logp_BLV is not None:
-            self._logp_BMV.append(logp_BLV[:, own_M])
+        if drawn:
+            self._logp_BMV.append(found.logp()[:, own_M])
         return token_BM, jnp.broadcast_to(jnp.asarray(parent_M, jnp.int32), (rows, len(parent_M)))
 
     def finish(self, valid_B: Array) -> Proposal:
@@ -87,10 +88,10 @@ class ConfidentGrowth(Growth):
         self._candidates = [(zero_B1, jnp.zeros((rows, 1), jnp.float32), zero_B1 - 1)]
         self._number_BL, self._logp_BL = zero_B1, self._candidates[0][1]
 
-    def grow(self, score_BLV: Array, logp_BLV: Array | None) -> tuple[Array, Array]:
-        width, score_BLV = self._topology.top_k, score_BLV if logp_BLV is None else logp_BLV
-        best_BLX, token_BLX = row_top_k(score_BLV, width)
-        logp_BLX = best_BLX - jax.nn.logsumexp(score_BLV, axis=-1, keepdims=True) + self._logp_BL[..., None]
+    def grow(self, found: DraftScores, *, drawn: bool) -> tuple[Array, Array]:
+        width, score_BLW = self._topology.top_k, found.score_BTW if drawn else found.noisy_BTW
+        best_BLX, token_BLX = found.best_few(width, noisy=not drawn)
+        logp_BLX = best_BLX - jax.nn.logsumexp(score_BLW, axis=-1, keepdims=True) + self._logp_BL[..., None]
         token_BLX = jnp.broadcast_to(token_BLX, logp_BLX.shape)
         parent_BLX = jnp.broadcast_to(self._number_BL[..., None], logp_BLX.shape)
         rows, first = self._number_BL.shape[0], sum(logp.shape[1] for _, logp, _ in self._candidates)

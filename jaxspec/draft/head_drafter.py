@@ -8,7 +8,7 @@ from jax import lax
 from jaxspec.cache.window import Window
 from jaxspec.draft.autoregress import Root, draft
 from jaxspec.draft.block_drafter import BlockDrafter
-from jaxspec.draft.draft_vocab import DraftVocab, expand_to_target_vocab, make_draft_vocab
+from jaxspec.draft.draft_vocab import DraftVocab, make_draft_vocab
 from jaxspec.draft.last_hidden import last_index, scatter_last
 from jaxspec.draft.medusa_drafter import MedusaDrafter
 from jaxspec.draft.mtp_drafter import MtpHeads
@@ -114,11 +114,8 @@ class HeadDrafter(TargetDrafter, CachedDrafter):
         return self._slots(token_BT, feature, position_BT, state, window)
 
     def logits(self, last_BTD: Array) -> Array:
-        if self.own_product:
-            logits = apply(self.net, self.params, last_BTD, method="logits")
-        else:
-            logits = self.target_logits(last_BTD)
-        return expand_to_target_vocab(logits, self.vocab)
+        own = self.own_product
+        return apply(self.net, self.params, last_BTD, method="logits") if own else self.target_logits(last_BTD)
 
     def experts(self, last_BTD: Array) -> Array | None:
         spec = self.net.spec

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from jaxspec.draft.draft_vocab import DraftVocab, expand_to_target_vocab
+from jaxspec.draft.draft_vocab import DraftVocab
 from jaxspec.draft.last_hidden import gather_last, scatter_last
 from jaxspec.draft.parallel import draft_from
 from jaxspec.draft.target_product import CutProduct, TargetDrafter
@@ -48,5 +48,4 @@ class MedusaDrafter(TargetDrafter):
         return scatter_last(state, gather_last(commit.hidden.last_BTD, commit), commit)
 
     def logits(self, last_BTD: Array) -> Array:
-        logits = last_BTD if self.own_product else self.target_logits(last_BTD)
-        return expand_to_target_vocab(logits, self.vocab)
+        return last_BTD if self.own_product else self.target_logits(last_BTD)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxspec.cache.window import Window
 from jaxspec.draft.autoregress import Root, draft
-from jaxspec.draft.draft_vocab import DraftVocab, expand_to_target_vocab
+from jaxspec.draft.draft_vocab import DraftVocab
 from jaxspec.draft.last_hidden import committed_rows, gather_last, last_index, scatter_last
 from jaxspec.draft.network_drafter import CachedDrafter
 from jaxspec.draft.target_product import CutProduct, TargetDrafter
@@ -157,8 +157,7 @@ class MtpHeads(TargetDrafter, CachedDrafter):
         return MtpState(tuple(caches), tuple(kept))
 
     def logits(self, last_BTD: Array) -> Array:
-        logits = last_BTD if self.own_product else self.target_logits(last_BTD)
-        return expand_to_target_vocab(logits, self.vocab)
+        return last_BTD if self.own_product else self.target_logits(last_BTD)
 
     def _observe_layer(
         self, layer: int, inputs: LayerInputs, feature: Array, cache: Any, output_index_B: Array | None

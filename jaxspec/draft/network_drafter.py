@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxspec.cache.addressing import CacheSize
 from jaxspec.cache.window import Window
-from jaxspec.draft.draft_vocab import DraftVocab
+from jaxspec.draft.draft_vocab import Candidates, DraftVocab
 from jaxspec.errors import ConfigError
 from jaxspec.native.packing import Packed, pack_like
 from jaxspec.protocol import Commit, Drafter
@@ -37,8 +37,12 @@ class NetworkDrafter(Drafter):
         """Returns the drafter of some tokens alone, with the part of the vocabulary product that is theirs."""
 
     @abstractmethod
-    def logits(self, last_BTD: Array) -> Array:
-        """Computes logits over the target's vocabulary, float32 [B, T, V]; -inf for tokens that it does not know."""
+    def logits(self, last_BTD: Any) -> Array:
+        """Computes logits of the tokens that it knows, float32 [B, T, W]."""
+
+    def known(self, last_BTD: Any) -> DraftVocab | Candidates | None:
+        """Returns which tokens these are; None for all of the target's."""
+        return self.vocab
 
     def experts(self, last_BTD: Array) -> Array | None:
         """Predicts the experts that the target will choose for what is drafted, int32 [B, T, Y, A], if it can."""

@@ -2,11 +2,10 @@
 
 import jax.numpy as jnp
 
-from jaxspec.draft.autoregress import NEEDS_DRAFT_PROBS, scores
+from jaxspec.draft.draft_scores import NEEDS_DRAFT_PROBS, DraftScores, score_tokens
 from jaxspec.draft.draft_selection import empty_selection, select_next
 from jaxspec.draft.growth import growth_of
 from jaxspec.draft.network_drafter import NetworkDrafter
-from jaxspec.nn.steady import row_argmax
 from jaxspec.protocol import Anchor, DraftCosts, Proposal, no_proposal
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array
@@ -26,24 +25,25 @@ def draft_from(drafter: NetworkDrafter, last_BKD: Array, anchor: Anchor, rule: s
     if not top.drafts:
         return no_proposal(anchor)
     depth_K = jnp.arange(1, top.max_depth + 1, dtype=jnp.int32)
-    score_BKV, noisy_BKV = scores(drafter, last_BKD, anchor, depth_K, rule)
-    logp_BKV = score_BKV if rule in NEEDS_DRAFT_PROBS else None
+    found, drawn = score_tokens(drafter, last_BKD, anchor, depth_K, rule), rule in NEEDS_DRAFT_PROBS
     if top.is_chain:
-        token_BN = row_argmax(noisy_BKV)
+        token_BN, logp_BKV = found.best(), found.logp() if drawn else None
         valid_BN = jnp.broadcast_to(valid_B[:, None], token_BN.shape)
         proposal = Proposal(token_BN, valid_BN, logp_BKV, expert_BKYA=drafter.experts(last_BKD))
-        return proposal if anchor.draft_costs is None else _pruned(proposal, anchor, anchor.draft_costs, score_BKV)
+        costs = anchor.draft_costs
+        return proposal if costs is None else _pruned(proposal, anchor, costs, found.score_BTW)
     growth = growth_of(top, anchor.token_B.shape[0])
     for k in range(top.max_depth):
-        growth.grow(noisy_BKV[:, k : k + 1], None if logp_BKV is None else logp_BKV[:, k : k + 1])
+        score_B1W, noisy_B1W = found.score_BTW[:, k : k + 1], found.noisy_BTW[:, k : k + 1]
+        growth.grow(DraftScores(score_B1W, noisy_B1W, found.known), drawn=drawn)
     return growth.finish(valid_B)
 
 
-def _pruned(proposal: Proposal, anchor: Anchor, costs: DraftCosts, score_BKV: Array) -> Proposal:
+def _pruned(proposal: Proposal, anchor: Anchor, costs: DraftCosts, score_BKW: Array) -> Proposal:
     """Leaves out drafts that do not pay; what they are drawn from depends on none of them."""
     eligible_B = proposal.valid_BN[:, 0] & (anchor.sampling.draft_limit_B > 0)
     expert = proposal.expert_BKYA
-    selection = empty_selection(costs, eligible_B, score_BKV.shape[1], None if expert is None else expert.shape[2])
-    for k in range(score_BKV.shape[1]):
-        selection = select_next(selection, anchor, k, score_BKV[:, k], None if expert is None else expert[:, k])
+    selection = empty_selection(costs, eligible_B, score_BKW.shape[1], None if expert is None else expert.shape[2])
+    for k in range(score_BKW.shape[1]):
+        selection = select_next(selection, anchor, k, score_BKW[:, k], None if expert is None else expert[:, k])
     return replace(proposal, valid_BN=selection.valid_BN, confidence_BN=selection.confidence_BN)

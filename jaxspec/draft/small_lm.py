@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from jaxspec.cache.window import Window
 from jaxspec.draft.autoregress import draft
-from jaxspec.draft.draft_vocab import DraftVocab, expand_to_target_vocab
+from jaxspec.draft.draft_vocab import DraftVocab
 from jaxspec.draft.network_drafter import CachedDrafter
 from jaxspec.draft.target_product import CutProduct
 from jaxspec.models.caches import Layout, init_caches, layout
@@ -79,11 +79,11 @@ class SmallLm(CachedDrafter):
         return new if self.vocab is None else new.with_vocab(self.vocab)
 
     def with_vocab(self, vocab: DraftVocab) -> Self:
-        return replace(self, vocab=vocab, product=CutProduct.of(self.net, self.params, vocab.token_W))
+        return replace(self, vocab=vocab, product=CutProduct.of(self.net, self.params, vocab.token))
 
     def logits(self, last_BTD: Array) -> Array:
         if self.product is not None:
-            return expand_to_target_vocab(self.product.logits(last_BTD), self.vocab)
+            return self.product.logits(last_BTD)
         logits, lacking = head(self.net, self.params, last_BTD), self.vocab_size - self.net.arch.vocab_size
         if lacking > 0:
             return jnp.pad(logits, ((0, 0), (0, 0), (0, lacking)), constant_values=-jnp.inf)

@@ -88,7 +88,7 @@ class TargetDrafter(NetworkDrafter):
         return self.target.arch.vocab_size
 
     def with_vocab(self, vocab: DraftVocab) -> Self:
-        return replace(self, vocab=vocab, product=CutProduct.of(self.target, self.base, vocab.token_W))
+        return replace(self, vocab=vocab, product=CutProduct.of(self.target, self.base, vocab.token))
 
     def update_target(self, params: Params) -> Self:
         new = replace(self, base=params)

@@ -162,10 +162,12 @@ class Side:
     """Predicts every depth at once, from nothing but the depth; the last axis of what it reads are the logits."""
 
     topology: Topology
-    vocab = None
 
     def logits(self, last_BTD):
         return last_BTD
+
+    def known(self, last_BTD):
+        return None
 
     def experts(self, last_BTD):
         return jnp.broadcast_to(jnp.arange(last_BTD.shape[1], dtype=jnp.int32)[:, None, None], (2, 3, 1, 1))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxspec.decode.state import init_sampling
-from jaxspec.draft.autoregress import scores
-from jaxspec.draft.draft_vocab import expand_to_target_vocab, make_draft_vocab
+from jaxspec.draft.draft_scores import score_tokens
+from jaxspec.draft.draft_vocab import Candidates, make_draft_vocab
 from jaxspec.errors import ConfigError
 from jaxspec.keys import Purpose, gumbel
 from jaxspec.models.vocab import check_ids, choose_ids, coverage, from_d2t, to_d2t, to_t2d
@@ -70,16 +70,51 @@ def test_ids_taken_for_offsets_are_noticed():
         check_ids(np.ones(3, np.float32), 7)
 
 
-def test_sampled_drafts_are_ranked_with_the_targets_own_noise():
-    vocab = make_draft_vocab(np.array([1, 4, 6]), 7)
-    logits_BTV = expand_to_target_vocab(jnp.asarray([[[0.5, 2.0, -1.0]], [[1.0, 0.0, 3.0]]]), vocab)
-    assert np.isneginf(np.asarray(logits_BTV)[..., [0, 2, 3, 5]]).all()
-    key_BX = jnp.asarray([[1, 2], [3, 4]], jnp.uint32)
-    sampling = replace(init_sampling(2, 1), temperature_B=jnp.asarray([0.5, 0.0]), key_BX=key_BX)
+def anchor_of(sampling: Any, **more: Any) -> Anchor:
     length_B = jnp.asarray([3, 9], jnp.int32)
-    anchor = Anchor(length_B, length_B, jnp.zeros((2, 1), jnp.int32), sampling)
-    drafter: Any = SimpleNamespace(vocab=vocab, logits=lambda last: last)
-    score, noisy = scores(drafter, logits_BTV, anchor, jnp.asarray([2], jnp.int32), "match")
-    noise = gumbel(key_BX, length_B[:, None] + 2, Purpose.TARGET, 7)
-    np.testing.assert_array_equal(score[0], logits_BTV[0] / 0.5)
-    np.testing.assert_array_equal(noisy, [logits_BTV[0] / 0.5 + noise[0], logits_BTV[1]])
+    return Anchor(length_B, length_B, jnp.zeros((2, 1), jnp.int32), sampling, **more)
+
+
+KNOWN = {
+    "a part of the vocabulary": make_draft_vocab(np.array([1, 4, 6]), 7),
+    "candidates of each node": Candidates(jnp.asarray([[[6, 1, 4]], [[0, 5, 2]]], jnp.int32), 7),
+}
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+@pytest.mark.parametrize("rule", ["greedy", "match", "reject"])
+def test_drafts_are_those_of_the_whole_vocabulary_with_all_others_left_out(kind: str, rule: str):
+    """The same scores, noise, biases and grammar's masks, token for token."""
+    known: Any = KNOWN[kind]
+    logits_BTW, rng = jnp.asarray([[[0.5, 2.0, -1.0]], [[1.0, 0.0, 3.0]]]), np.random.default_rng(0)
+    every_BTV = known.expand(logits_BTW)
+    token = np.broadcast_to(known.token, logits_BTW.shape)
+    left_out = np.ones((2, 1, 7), bool)
+    np.put_along_axis(left_out, token, False, axis=2)
+    assert (np.isneginf(every_BTV) == left_out).all()
+    np.testing.assert_array_equal(known.pick(every_BTV), logits_BTW)
+    sampling = replace(
+        init_sampling(2, 1), temperature_B=jnp.asarray([0.5, 0.0]), key_BX=jnp.asarray([[1, 2], [3, 4]], jnp.uint32),
+        biased_B=jnp.asarray([True, True]),
+    )  # fmt: skip
+    bias_BV = jnp.asarray(rng.normal(size=(2, 7)), jnp.float32).at[0, 4].set(-jnp.inf)
+    for mask in (None, jnp.asarray([[0b1010011], [0b0100101]], jnp.uint32)):
+        anchor = anchor_of(sampling, bias_BV=bias_BV, mask_BW=mask)
+        found, wanted = (
+            score_tokens(SimpleNamespace(known=lambda _, k=k: k, logits=lambda x: x), x, anchor, jnp.asarray([1]), rule)
+            for k, x in ((known, logits_BTW), (None, every_BTV))
+        )
+        np.testing.assert_allclose(found.logp(), wanted.score_BTW, rtol=1e-6)
+        np.testing.assert_allclose(known.expand(found.noisy_BTW), wanted.noisy_BTW, rtol=1e-6)
+        np.testing.assert_array_equal(found.best(), wanted.best())
+        if rule == "match":
+            noise = gumbel(sampling.key_BX, anchor.length_B[:, None] + 1, Purpose.TARGET, 7)
+            np.testing.assert_array_equal(wanted.noisy_BTW[0], wanted.score_BTW[0] + noise[0])
+            np.testing.assert_array_equal(wanted.noisy_BTW[1], wanted.score_BTW[1])
+        for noisy in (False, True):
+            (best, ids), (best_V, ids_V) = (x.best_few(3, noisy=noisy) for x in (found, wanted))
+            np.testing.assert_allclose(best, best_V, rtol=1e-6)
+            np.testing.assert_array_equal(ids, ids_V)
+        more, ids = found.best_few(5)
+        assert np.isneginf(more[..., 3:]).all(), "a tree wider than what is known"
+        assert np.isin(ids, np.arange(7)).all()
