@@ -19,7 +19,7 @@ class Purpose(IntEnum):
     RESIDUAL = 3
 
 
-def _keys(key_BX: Array, position_BT: Array, purpose: Purpose) -> tuple[Array, Array]:
+def words_of(key_BX: Array, position_BT: Array, purpose: Purpose) -> tuple[Array, Array]:
     """Returns both words of ``jax.random.fold_in`` of position and purpose, uint32 [B, T] each."""
     first_BT = _threefry(key_BX[:, :1], key_BX[:, 1:], position_BT.astype(jnp.uint32))
     return _threefry(*first_BT, jnp.full(position_BT.shape, int(purpose), jnp.uint32))
@@ -70,9 +70,9 @@ def gumbel(key_BX: Array, position_BT: Array, purpose: Purpose, tokens: int | Ar
       key_BX: both words of each row's key.
       position_BT: of the token that is drawn.
       purpose: of the draw.
-      tokens: ids of the tokens [V]; a number stands for all below it.
+      tokens: ids of the tokens, [V] or [B, T, V]; a number stands for all below it.
     """
-    first_BT, second_BT = _keys(key_BX, position_BT, purpose)
+    first_BT, second_BT = words_of(key_BX, position_BT, purpose)
     number = jnp.arange(tokens) if isinstance(tokens, int) else tokens
     tiny = jnp.finfo(jnp.float32).tiny
     below_1 = _below_1(*_threefry(first_BT[..., None], second_BT[..., None], number.astype(jnp.uint32)))
@@ -81,5 +81,5 @@ def gumbel(key_BX: Array, position_BT: Array, purpose: Purpose, tokens: int | Ar
 
 def uniform(key_BX: Array, position_BT: Array, purpose: Purpose) -> Array:
     """Draws uniform numbers in [0, 1), float32 [B, T]."""
-    first_BT, second_BT = _keys(key_BX, position_BT, purpose)
+    first_BT, second_BT = words_of(key_BX, position_BT, purpose)
     return _below_1(*_threefry(first_BT, second_BT, jnp.zeros_like(first_BT)))

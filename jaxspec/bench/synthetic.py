@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxspec.errors import ConfigError
 from jaxspec.protocol import Proposal, Sampling, Tree, Verdict, VerifyRule
 from jaxspec.shapes import Array
-from jaxspec.verify.rules import conclude, draw_coins, live_prefix, with_noise
+from jaxspec.verify.rules import conclude, draw_coins, live_prefix, target_noise
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Synthetic:
         coin_B = draw_coins(sampling, length_B, tree)[:, 0]
         accepted_B = jnp.sum(coin_B[:, None] < rates_K[None], axis=1, dtype=jnp.int32)
         accepted_B = jnp.minimum(accepted_B, live_prefix(live_BN))
-        own_BT = jnp.argmax(with_noise(score_BTV, sampling, length_B, tree), axis=-1).astype(jnp.int32)
+        own_BT = target_noise(sampling, length_B, tree).draw(score_BTV)
         last_B = jnp.take_along_axis(own_BT, accepted_B[:, None], axis=1)[:, 0]
         return conclude(proposal.token_BN, accepted_B, last_B)
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxspec.draft.draft_vocab import Candidates, DraftVocab
 from jaxspec.draft.network_drafter import NetworkDrafter
-from jaxspec.keys import Purpose, gumbel, within_step
+from jaxspec.keys import Purpose, within_step
+from jaxspec.nn.draw import Noise
 from jaxspec.nn.steady import row_argmax, row_top_k
 from jaxspec.protocol import Anchor, unpack_mask
 from jaxspec.pytree import pytree
@@ -24,40 +24,54 @@ class DraftScores:
 
     Attributes:
       score_BTW: at each row's temperature; log-probabilities where the rule needs distributions.
-      noisy_BTW: the same with noise: the best token is a sample.
       known: which tokens they are; None for all of the target's.
+      noise: with which the best token is a sample; None for greedy drafts.
     """
 
     score_BTW: Array
-    noisy_BTW: Array
     known: DraftVocab | Candidates | None = None
+    noise: Noise | None = None
+
+    def level(self, k: int) -> "DraftScores":
+        """Returns those of one depth, where a position is a depth."""
+        noise = None if self.noise is None else self.noise.at(k)
+        return DraftScores(self.score_BTW[:, k : k + 1], self.known, noise)
 
     def best(self) -> Array:
         """Returns the token of each node that noise ranks first, [B, T]."""
-        return self._ids(row_argmax(self.noisy_BTW)[..., None])[..., 0]
+        if self.noise is None:
+            return self._ids(row_argmax(self.score_BTW)[..., None])[..., 0]
+        return self._ids(self.noise.draw(self.score_BTW, self._token)[..., None])[..., 0]
 
-    def best_few(self, count: int, *, noisy: bool = True) -> tuple[Array, Array]:
-        """Returns the largest scores of each node, in descending order, and their tokens, [B, T, X] both.
+    def best_few(self, count: int) -> tuple[Array, Array]:
+        """Returns the largest noisy scores of each node, in descending order, and their tokens, [B, T, X] both.
 
         Beyond the tokens that there are scores are -inf.
         """
-        score_BTW = self.noisy_BTW if noisy else self.score_BTW
-        lacking = max(count - score_BTW.shape[-1], 0)
-        if lacking:
-            score_BTW = jnp.pad(score_BTW, ((0, 0), (0, 0), (0, lacking)), constant_values=-jnp.inf)
+        score_BTW, width = self.noisy(), self.score_BTW.shape[-1]
+        if count > width:
+            score_BTW = jnp.pad(score_BTW, ((0, 0), (0, 0), (0, count - width)), constant_values=-jnp.inf)
         best_BTX, index_BTX = row_top_k(score_BTW, count)
-        return best_BTX, self._ids(jnp.minimum(index_BTX, self.score_BTW.shape[-1] - 1) if lacking else index_BTX)
+        return best_BTX, self._ids(jnp.minimum(index_BTX, width - 1) if count > width else index_BTX)
+
+    def noisy(self) -> Array:
+        """Returns scores with the noise that ranks tokens."""
+        return self.score_BTW if self.noise is None else self.noise.added_to(self.score_BTW, self._token)
 
     def logp(self) -> Array:
         """Returns ``score_BTW`` over the target's vocabulary, -inf for tokens that are not drafted."""
         return self.score_BTW if self.known is None else self.known.expand(self.score_BTW)
+
+    @property
+    def _token(self) -> Array | None:
+        return None if self.known is None else self.known.token
 
     def _ids(self, index_BTX: Array) -> Array:
         return index_BTX if self.known is None else self.known.ids(index_BTX)
 
 
 def score_tokens(drafter: NetworkDrafter, last_BTD: Any, anchor: Anchor, depth_T: Array, rule: str) -> DraftScores:
-    """Scores tokens at each row's temperature, and once more with the noise that ranks them.
+    """Scores tokens at each row's temperature, with the noise that ranks them.
 
     Args:
       drafter: has the head.
@@ -69,20 +83,16 @@ def score_tokens(drafter: NetworkDrafter, last_BTD: Any, anchor: Anchor, depth_T
     known = drafter.known(last_BTD)
     logits = _masked(_biased(drafter.logits(last_BTD), anchor, known), anchor, depth_T, known)
     if rule == "greedy":
-        return DraftScores(logits, logits, known)
-    warm_B11 = (anchor.sampling.temperature_B > 0)[:, None, None]
-    score = logits / jnp.where(warm_B11, anchor.sampling.temperature_B[:, None, None], 1.0)
+        return DraftScores(logits, known)
+    warm_B = anchor.sampling.temperature_B > 0
+    score = logits / jnp.where(warm_B, anchor.sampling.temperature_B, 1.0)[:, None, None]
     # match: the target's own noise, which makes drafts agree; reject and block need draws that no other step sees.
-    purpose, key_BT = Purpose.TARGET, anchor.length_B[:, None] + depth_T[None]
+    purpose, position_BT = Purpose.TARGET, anchor.length_B[:, None] + depth_T[None]
     if rule != "match":
         score = jax.nn.log_softmax(score)
-        purpose, key_BT = Purpose.DRAFT, within_step(anchor.length_B, jnp.broadcast_to(depth_T[None], key_BT.shape))
-
-    def noisy(score: Array) -> Array:
-        tokens = score.shape[-1] if known is None else known.token
-        return jnp.where(warm_B11, score + gumbel(anchor.sampling.key_BX, key_BT, purpose, tokens), score)
-
-    return DraftScores(score, lax.cond(jnp.any(warm_B11), noisy, lambda x: x, score), known)
+        purpose = Purpose.DRAFT
+        position_BT = within_step(anchor.length_B, jnp.broadcast_to(depth_T[None], position_BT.shape))
+    return DraftScores(score, known, Noise(anchor.sampling.key_BX, position_BT, warm_B, purpose))
 
 
 def _biased(logits: Array, anchor: Anchor, known: DraftVocab | Candidates | None) -> Array:

@@ -9,6 +9,7 @@ from jax import lax
 
 from jaxspec.draft.draft_scores import DraftScores
 from jaxspec.protocol import Proposal, Tree
+from jaxspec.pytree import replace
 from jaxspec.shapes import Array
 from jaxspec.topology import AnyTopology, DynamicTree, Topology
 
@@ -89,9 +90,9 @@ class ConfidentGrowth(Growth):
         self._number_BL, self._logp_BL = zero_B1, self._candidates[0][1]
 
     def grow(self, found: DraftScores, *, drawn: bool) -> tuple[Array, Array]:
-        width, score_BLW = self._topology.top_k, found.score_BTW if drawn else found.noisy_BTW
-        best_BLX, token_BLX = found.best_few(width, noisy=not drawn)
-        logp_BLX = best_BLX - jax.nn.logsumexp(score_BLW, axis=-1, keepdims=True) + self._logp_BL[..., None]
+        width, found = self._topology.top_k, replace(found, noise=None) if drawn else found
+        best_BLX, token_BLX = found.best_few(width)
+        logp_BLX = best_BLX - jax.nn.logsumexp(found.noisy(), axis=-1, keepdims=True) + self._logp_BL[..., None]
         token_BLX = jnp.broadcast_to(token_BLX, logp_BLX.shape)
         parent_BLX = jnp.broadcast_to(self._number_BL[..., None], logp_BLX.shape)
         rows, first = self._number_BL.shape[0], sum(logp.shape[1] for _, logp, _ in self._candidates)

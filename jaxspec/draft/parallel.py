@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from jaxspec.draft.draft_scores import NEEDS_DRAFT_PROBS, DraftScores, score_tokens
+from jaxspec.draft.draft_scores import NEEDS_DRAFT_PROBS, score_tokens
 from jaxspec.draft.draft_selection import empty_selection, select_next
 from jaxspec.draft.growth import growth_of
 from jaxspec.draft.network_drafter import NetworkDrafter
@@ -34,8 +34,7 @@ def draft_from(drafter: NetworkDrafter, last_BKD: Array, anchor: Anchor, rule: s
         return proposal if costs is None else _pruned(proposal, anchor, costs, found.score_BTW)
     growth = growth_of(top, anchor.token_B.shape[0])
     for k in range(top.max_depth):
-        score_B1W, noisy_B1W = found.score_BTW[:, k : k + 1], found.noisy_BTW[:, k : k + 1]
-        growth.grow(DraftScores(score_B1W, noisy_B1W, found.known), drawn=drawn)
+        growth.grow(found.level(k), drawn=drawn)
     return growth.finish(valid_B)
 
 

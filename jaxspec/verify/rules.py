@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.keys import Purpose, gumbel, uniform, within_step
+from jaxspec.keys import Purpose, uniform, within_step
+from jaxspec.nn.draw import Noise
 from jaxspec.nn.steady import row_argmax
 from jaxspec.protocol import Proposal, Sampling, Tree, Verdict, VerifyRule
 from jaxspec.shapes import Array
@@ -32,18 +33,13 @@ def match(
     The committed text is therefore exactly the text of plain sampling with the same seed; rows of temperature 0
     are greedy.
     """
-    return greedy(proposal, with_noise(score_BTV, sampling, length_B, tree), live_BN, sampling, length_B, tree)
+    target_BT = target_noise(sampling, length_B, tree).draw(score_BTV)
+    return follow(target_BT, proposal.token_BN, live_BN, tree)
 
 
-def with_noise(score_BTV: Array, sampling: Sampling, length_B: Array, tree: Tree) -> Array:
-    """Returns scores whose argmax is the token that plain decoding samples."""
-    warm_B = sampling.temperature_B > 0
-
-    def noisy(score_BTV: Array) -> Array:
-        noise = gumbel(sampling.key_BX, next_positions(length_B, tree), Purpose.TARGET, score_BTV.shape[-1])
-        return jnp.where(warm_B[:, None, None], score_BTV + noise, score_BTV)
-
-    return jax.lax.cond(jnp.any(warm_B), noisy, lambda x: x, score_BTV)
+def target_noise(sampling: Sampling, length_B: Array, tree: Tree) -> Noise:
+    """Returns the noise with which each node's best score is the token that plain decoding samples."""
+    return Noise(sampling.key_BX, next_positions(length_B, tree), sampling.temperature_B > 0, Purpose.TARGET)
 
 
 def _distributions(proposal: Proposal, score_BTV: Array, sampling: Sampling) -> tuple[Array, Array]:
@@ -63,8 +59,10 @@ def _normalize(weight: Array, fallback: Array) -> Array:
     return jnp.where(total > 0, weight / jnp.where(total > 0, total, 1), fallback)
 
 
-def _draw(prob_BV: Array, noise_BV: Array) -> Array:
-    return row_argmax(jnp.log(prob_BV) + noise_BV)
+def _draw(prob_BV: Array, sampling: Sampling, position_B: Array) -> Array:
+    """Draws the token at a position, which ends a step, of each row."""
+    noise = Noise(sampling.key_BX, position_B[:, None], jnp.ones(position_B.shape, bool), Purpose.RESIDUAL)
+    return noise.draw(jnp.log(prob_BV)[:, None])[:, 0]
 
 
 def live_prefix(live_BN: Array) -> Array:
@@ -111,8 +109,8 @@ def reject(
     carry = (jnp.zeros(rows, jnp.int32), p_BTV[:, 0], jnp.zeros((rows, vocab), bool))
     here_B, residual, _ = lax.fori_loop(1, nodes, visit, carry) if nodes > 1 else carry
     path_BK, depth_B = tree.path_to(here_B)
-    noise_BV = gumbel(sampling.key_BX, length_B[:, None] + depth_B[:, None] + 1, Purpose.RESIDUAL, vocab)[:, 0]
-    verdict = conclude(_path_tokens(proposal, path_BK), depth_B, _draw(residual, noise_BV))
+    last_B = _draw(residual, sampling, length_B + depth_B + 1)
+    verdict = conclude(_path_tokens(proposal, path_BK), depth_B, last_B)
     return Verdict(path_BK, verdict.token_BT, verdict.count_B)
 
 
@@ -156,8 +154,7 @@ def block(
         hit = (i <= length_of_B) & (coin_BT[:, i] < h_B)
         accepted_B = jnp.where(hit, i, accepted_B)
         last_BV = jnp.where(hit[:, None], _normalize(residual, p_BTV[:, i]), last_BV)
-    noise = gumbel(sampling.key_BX, length_B[:, None] + accepted_B[:, None] + 1, Purpose.RESIDUAL, p_BTV.shape[-1])
-    return conclude(proposal.token_BN, accepted_B, _draw(last_BV, noise[:, 0]))
+    return conclude(proposal.token_BN, accepted_B, _draw(last_BV, sampling, length_B + accepted_B + 1))
 
 
 def _block_residual(carried_B: Array, p_BV: Array, q_BV: Array, drafted_B: Array) -> Array:

@@ -9,10 +9,13 @@ import pytest
 
 from jaxspec.draft.draft_scores import DraftScores
 from jaxspec.draft.growth import grown, growth_of
+from jaxspec.keys import Purpose
+from jaxspec.nn.draw import Noise
 from jaxspec.protocol import Proposal, Tree
 from jaxspec.topology import DynamicTree, Topology, tree
 
 ROWS, VOCAB = 4, 11
+NOISE = Noise(jnp.ones((ROWS, 2), jnp.uint32), jnp.ones((ROWS, 1), jnp.int32), jnp.ones(ROWS, bool), Purpose.TARGET)
 Path = tuple[int, ...]
 
 
@@ -29,9 +32,9 @@ def drafted(top, score=scores_of, keep: bool = False) -> tuple[Proposal, list[se
         score_BLV = jnp.asarray([[score(row, path) for path in paths[row]] for row in range(ROWS)])
         for row in range(ROWS):
             asked[row] |= set(paths[row])
-        noisy_BLV = -score_BLV if keep and isinstance(top, DynamicTree) else score_BLV
-        logp_BLV = jax.nn.log_softmax(score_BLV) if keep else score_BLV
-        token_BM, place_BM = growth.grow(DraftScores(logp_BLV, noisy_BLV), drawn=keep)
+        noise = NOISE if keep and isinstance(top, DynamicTree) else None  # which must not be looked at then
+        found = DraftScores(jax.nn.log_softmax(score_BLV) if keep else score_BLV, noise=noise)
+        token_BM, place_BM = growth.grow(found, drawn=keep)
         chosen = [list(zip(*x, strict=True)) for x in zip(token_BM.tolist(), place_BM.tolist(), strict=True)]
         paths = [[(*paths[row][place], token) for token, place in chosen[row]] for row in range(ROWS)]
     return growth.finish(jnp.arange(ROWS) > 0), asked
@@ -135,8 +138,7 @@ def test_a_tree_from_one_block_has_the_most_probable_prefixes():
     growth, depths = growth_of(top, ROWS), range(top.max_depth)
     score_BKV = np.stack([[scores_of(row, (depth,)) for depth in depths] for row in range(ROWS)])
     for depth in depths:
-        score_B1V = jnp.asarray(score_BKV[:, depth : depth + 1])
-        growth.grow(DraftScores(score_B1V, score_B1V), drawn=False)
+        growth.grow(DraftScores(jnp.asarray(score_BKV)).level(depth), drawn=False)
     proposal = growth.finish(jnp.ones(ROWS, bool))
     assert proposal.tree is not None
     logp_BKV = np.asarray(jax.nn.log_softmax(score_BKV), np.float64)

@@ -85,7 +85,7 @@ def judge(rule: str, topology: Topology, proposal: Proposal, score_BTV, sampling
     """A verdict with chosen coins, and the law from which the last token would be drawn."""
     laws = []
 
-    def record(prob_BV, noise_BV):
+    def record(prob_BV, sampling, position_B):
         laws.append(prob_BV)
         return jnp.zeros(prob_BV.shape[0], jnp.int32)
 
