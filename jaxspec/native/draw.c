@@ -40,25 +40,6 @@ static float noise(float below_1) {
   return (float)-log(inner);
 }
 
-INLINE int any(ints mask) {
-#ifdef __AVX512F__
-  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
-#elif defined(__AVX2__)
-  return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
-#else
-  int32_t found = 0;
-  for (int lane = 0; lane < LANES; lane++) found |= mask[lane];
-  return found != 0;
-#endif
-}
-
-INLINE floats some(const float *score, int count) {  // -infinity beyond the last
-  if (count >= LANES) return *(const floats *)score;
-  floats s = (floats){0} - INFINITY;
-  memcpy(&s, score, (size_t)count * 4);
-  return s;
-}
-
 // Returns the first place of the largest score, or of the first one that is not a number.
 static int largest(const float *score, int width) {
   floats most = (floats){0} - INFINITY;

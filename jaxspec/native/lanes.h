@@ -1,6 +1,9 @@
 // Vectors as wide as the CPU's registers: a compiler makes poor code of wider ones.
 #include "kernels.h"
 
+#include <math.h>
+#include <string.h>
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -27,3 +30,23 @@ typedef int32_t ints __attribute__((vector_size(LANES * 4), aligned(4), may_alia
 #else
 #define ROUND_HERE(product) __asm__("" : "+m"(product))
 #endif
+
+// Whether a comparison holds in any lane.
+INLINE int any(ints mask) {
+#ifdef __AVX512F__
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX2__)
+  return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+#else
+  int32_t found = 0;
+  for (int lane = 0; lane < LANES; lane++) found |= mask[lane];
+  return found != 0;
+#endif
+}
+
+INLINE floats some(const float *x, int count) {  // up to so many, and -infinity beyond
+  if (count >= LANES) return *(const floats *)x;
+  floats s = (floats){0} - INFINITY;
+  memcpy(&s, x, (size_t)count * 4);
+  return s;
+}

@@ -1,5 +1,6 @@
 // The largest number of a row at which those that are not smaller weigh enough together, without a sort.
 #include "call.h"
+#include "lanes.h"
 
 #include <string.h>
 
@@ -12,10 +13,8 @@ typedef struct {
   float *out;
 } Threshold;
 
-static inline uint32_t order(float x) {  // unsigned numbers in the order of the floats
-  uint32_t u;
-  memcpy(&u, &x, 4);
-  return u >> 31 ? ~u : u | 0x80000000u;
+INLINE words order(words u) {  // unsigned numbers in the order of the floats with these bits
+  return u ^ ((words)((ints)u >> 31) | 0x80000000u);
 }
 
 // Returns the largest digit at which its weight and that of larger ones reach what is left, less what larger ones
@@ -35,10 +34,14 @@ static void threshold_piece(void *job, int row) {
   for (int digit = 0, shift = 32; digit < 3; digit++) {
     uint32_t sums[1 << MOST_BITS] = {0};
     const int above = shift;  // those with the digits found so far, which are all for the first one
+    const uint32_t mask = (1u << bits[digit]) - 1;
     shift -= bits[digit];
-    for (int i = 0; i < t->width; i++) {
-      const uint32_t u = order(x[i]);
-      if (above == 32 || u >> above == found) sums[u >> shift & ((1u << bits[digit]) - 1)] += (uint32_t)weight[i];
+    for (int i = 0; i < t->width; i += LANES) {
+      const int count = t->width - i < LANES ? t->width - i : LANES;
+      const words u = order((words)some(x + i, count));
+      if (digit && !any(u >> above == found)) continue;
+      for (int lane = 0; lane < count; lane++)
+        if (!digit || u[lane] >> above == found) sums[u[lane] >> shift & mask] += (uint32_t)weight[i + lane];
     }
     const int chosen = choose(sums, 1 << bits[digit], &left);
     if (chosen < 0) {  // all weigh less
