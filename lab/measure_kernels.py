@@ -18,11 +18,12 @@ import numpy as np
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.decode.state import init_sampling
-from jaxspec.keys import Purpose, gumbel
+from jaxspec.keys import Purpose
 from jaxspec.native import product as native
 from jaxspec.native.build import library
 from jaxspec.native.packing import Packed, pack
-from jaxspec.nn.steady import softmax
+from jaxspec.nn.draw import Noise
+from jaxspec.nn.steady import row_argmax, softmax
 from jaxspec.protocol import Sampling
 from jaxspec.pytree import replace
 from jaxspec.verify.logits import BANNED, truncate
@@ -116,26 +117,19 @@ def time_truncation(vocab: int) -> None:
         print(f"{vocab} tokens, {rows} x {nodes}, top_k {top_k}, top_p {top_p}: {in_turns(ways, (x_BTV, sampling))}")
 
 
-def jax_noise(key_BX: jax.Array, position_BT: jax.Array, width: int) -> jax.Array:
-    """Draws ``keys.gumbel``'s numbers by JAX."""
-
-    def draw(word: jax.Array, position: jax.Array) -> jax.Array:
-        key = jax.random.wrap_key_data(word, impl="threefry2x32")
-        return jax.random.gumbel(jax.random.fold_in(jax.random.fold_in(key, position), int(Purpose.TARGET)), (width,))
-
-    return jax.vmap(jax.vmap(draw, (None, 0)))(key_BX, position_BT)
-
-
-def time_noise(vocab: int) -> None:
-    """Prints least and median times of the noise that samples tokens, by JAX and ours, in turns."""
-    for rows, nodes in [(1, 1), (1, 4), (8, 1), (8, 4)]:
-        given = jax.random.key_data(jax.random.split(jax.random.key(0), rows)), jnp.zeros((rows, nodes), jnp.int32)
+def time_draws(vocab: int) -> None:
+    """Prints least and median times of drawing tokens by XLA and by the kernel, in turns, for some rows x nodes."""
+    for (rows, nodes), top_p in itertools.product([(1, 1), (1, 4), (8, 1), (8, 4)], (1.0, 0.9)):
+        key_BX, position_BT = jax.random.key_data(jax.random.split(jax.random.key(0), rows)), jnp.zeros((rows, nodes))
+        noise = Noise(key_BX, position_BT.astype(jnp.int32), jnp.ones(rows, bool), Purpose.TARGET)
+        x_BTV = 3 * jax.random.normal(jax.random.key(0), (rows, nodes, vocab))
+        x_BTV = truncate(x_BTV, replace(init_sampling(rows, 1), top_p_B=jnp.full(rows, top_p)))
         ways = {
-            "jax": jax.jit(lambda key, position: jax_noise(key, position, vocab)),
-            "ours": jax.jit(lambda key, position: gumbel(key, position, Purpose.TARGET, vocab)),
+            "xla": jax.jit(lambda noise, x: row_argmax(noise.added_to(x))),
+            "kernel": jax.jit(lambda noise, x: noise.draw(x)),
         }
-        np.testing.assert_array_equal(*(way(*given) for way in ways.values()))
-        print(f"noise of {vocab} tokens, {rows} x {nodes}: {in_turns(ways, given)}")
+        np.testing.assert_array_equal(*(way(noise, x_BTV) for way in ways.values()))
+        print(f"one of {vocab} tokens, {rows} x {nodes}, top_p {top_p}: {in_turns(ways, (noise, x_BTV))}")
 
 
 def in_turns(ways: dict[str, Any], given: tuple[Any, ...]) -> str:
@@ -168,7 +162,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.sampling:
         time_truncation(args.sampling)
-        time_noise(args.sampling)
+        time_draws(args.sampling)
         return
     if args.matrix:
         depth, columns = args.matrix
