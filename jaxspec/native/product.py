@@ -14,7 +14,7 @@ from jaxspec.native.packing import KINDS, Packed
 
 Array = jax.Array
 TARGET = "jaxspec_product"
-TARGETS = (TARGET, "jaxspec_attention", "jaxspec_threshold", "jaxspec_draw")
+TARGETS = (TARGET, "jaxspec_attention", "jaxspec_threshold", "jaxspec_cut", "jaxspec_draw")
 
 
 @functools.cache

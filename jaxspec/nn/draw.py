@@ -1,13 +1,12 @@
 """Tokens drawn from scores: the best of each node with Gumbel noise, which is a sample of the scores' softmax."""
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.keys import Purpose, gumbel, words_of
 from jaxspec.native.draw_call import draw as native_draw
-from jaxspec.native.product import kernels
 from jaxspec.nn.steady import row_argmax
+from jaxspec.nn.threshold import has_kernels
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.shapes import Array
 
@@ -60,6 +59,5 @@ class Noise:
             score_NV, warm_N = score_BTV.reshape(-1, width), jnp.repeat(self.warm_B, count)
             return native_draw(score_NV, (first, second), warm_N, own).reshape(rows, count)
 
-        has_kernel = jax.default_backend() == "cpu" and kernels().handle is not None
-        on_cpu = by_kernel if has_kernel else by_xla
+        on_cpu = by_kernel if has_kernels() else by_xla
         return lax.platform_dependent(score_BTV, token, cpu=on_cpu, default=by_xla)

@@ -26,9 +26,13 @@ def find_threshold(x_BTV: Array, weight_BTV: Array, least_BT: Array) -> Array:
     Returns:
       [B, T]; not-a-number, than which nothing is smaller, where all numbers weigh less.
     """
-    has_kernel = jax.default_backend() == "cpu" and kernels().handle is not None
-    on_cpu = search_by_kernel if has_kernel else search_one_by_one
+    on_cpu = search_by_kernel if has_kernels() else search_one_by_one
     return lax.platform_dependent(x_BTV, weight_BTV, least_BT, cpu=on_cpu, default=search_four_bits_at_once)
+
+
+def has_kernels() -> bool:
+    """Whether a CPU computes, with kernels in C."""
+    return jax.default_backend() == "cpu" and kernels().handle is not None
 
 
 def search_by_kernel(x_BTV: Array, weight_BTV: Array, least_BT: Array) -> Array:

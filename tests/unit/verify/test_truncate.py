@@ -12,7 +12,7 @@ from jaxspec.native.product import kernels
 from jaxspec.nn.threshold import search_by_kernel, search_four_bits_at_once, search_one_by_one
 from jaxspec.protocol import Sampling
 from jaxspec.pytree import replace
-from jaxspec.verify.logits import truncate
+from jaxspec.verify.logits import truncate, truncate_by_kernel, truncate_by_search
 
 VOCAB = 129
 TOP_K = (0, 1, 2, 17, VOCAB - 1, VOCAB, VOCAB + 1, 2**31 - 1)
@@ -68,6 +68,16 @@ def test_keeps_what_sorting_keeps(kind: str):
     for row, cut in enumerate(cuts):
         wanted = np.where(by_sorting(x, *cut), x, -np.inf).astype(np.float32)
         np.testing.assert_array_equal(kept[row].view(np.uint32), wanted.view(np.uint32), err_msg=str(cut))
+
+
+@pytest.mark.parametrize("kind", draws())
+def test_the_kernel_keeps_what_xla_keeps(kind: str):
+    if kernels().handle is None:
+        pytest.skip("no C compiler")
+    x, cuts = draws()[kind], list(product(TOP_K, TOP_P, MIN_P))
+    given = jnp.tile(x, (len(cuts), 2, 1)), settings(*map(list, zip(*cuts, strict=True)))
+    one, other = (np.asarray(jax.jit(way)(*given)) for way in (truncate_by_kernel, truncate_by_search))
+    np.testing.assert_array_equal(one.view(np.uint32), other.view(np.uint32))
 
 
 def test_all_searches_find_the_same():
