@@ -86,8 +86,8 @@ def _chain(cell: CachedDrafter, state: Any, anchor: Anchor, rule: str, root: Roo
 
     def draw(chain: Chain, last_BTD: Array, k: Array) -> Chain:
         """Draws the draft of depth k + 1."""
-        found = score_tokens(cell, last_BTD, anchor, jnp.reshape(k + 1, (1,)), rule)
-        token_B1 = found.best()
+        scored = score_tokens(cell, last_BTD, anchor, jnp.reshape(k + 1, (1,)), rule)
+        token_B1 = scored.best()
         expert_BKYA, selection = chain.expert_BKYA, chain.selection
         expert = None if expert_BKYA is None else cell.experts(last_BTD)
         if expert_BKYA is not None and expert is not None:
@@ -95,11 +95,11 @@ def _chain(cell: CachedDrafter, state: Any, anchor: Anchor, rule: str, root: Roo
         if selection is not None:
             sure = cell.confidence(last_BTD)
             parts = (None if x is None else x[:, 0] for x in (expert, sure))
-            selection = select_next(selection, anchor, k, found.score_BTW[:, 0], *parts)
+            selection = select_next(selection, anchor, k, scored.score_BTW[:, 0], *parts)
         return Chain(
             token_B1[:, 0],
             _put(chain.token_BN, token_B1, k),
-            _put(chain.logp_BNV, found.logp(), k) if rule in NEEDS_DRAFT_PROBS else chain.logp_BNV,
+            _put(chain.logp_BNV, scored.logp(), k) if rule in NEEDS_DRAFT_PROBS else chain.logp_BNV,
             expert_BKYA,
             selection,
         )
@@ -170,8 +170,8 @@ def _tree(cell: CachedDrafter, state: Any, anchor: Anchor, rule: str, root: Root
             stage = min(depth - known, cell.stages)
             last, feature, state = cell.run(state, token_BL, feature, position_BL, window, stage)
             written += token_BL.shape[1]
-        found = score_tokens(cell, last, anchor, jnp.full(token_BL.shape[1], depth + 1, jnp.int32), rule)
-        token_BL, parent_BL = growth.grow(found, drawn=rule in NEEDS_DRAFT_PROBS)
+        scored = score_tokens(cell, last, anchor, jnp.full(token_BL.shape[1], depth + 1, jnp.int32), rule)
+        token_BL, parent_BL = growth.grow(scored, drawn=rule in NEEDS_DRAFT_PROBS)
         feature = jax.tree.map(lambda x, parent_BL=parent_BL: take(x, parent_BL), feature)
         node_BL = jnp.broadcast_to(written + jnp.arange(token_BL.shape[1], dtype=jnp.int32), token_BL.shape)
         path_BLJ = jnp.concatenate([take(path_BLJ, parent_BL), node_BL[..., None]], axis=2)

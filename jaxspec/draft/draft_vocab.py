@@ -47,7 +47,7 @@ class DraftVocab:
 
 @pytree
 class Candidates:
-    """The tokens that each node's draft is chosen from; methods as of ``DraftVocab``.
+    """The tokens that each node's draft is chosen from.
 
     Attributes:
       token: their ids, [B, T, W].
@@ -58,13 +58,16 @@ class Candidates:
     vocab_size: int = static()
 
     def ids(self, index_BTX: Array) -> Array:
+        """Returns the target's ids of candidates."""
         return jnp.take_along_axis(self.token, index_BTX, axis=-1)
 
     def pick(self, x_BTV: Array) -> Array:
+        """Returns the numbers of the candidates, [B, T, W], out of those of all tokens."""
         every = jnp.broadcast_to(x_BTV, (*self.token.shape[:2], x_BTV.shape[-1]))
         return jnp.take_along_axis(every, self.token, axis=-1)
 
     def expand(self, x_BTW: Array) -> Array:
+        """Expands numbers of candidates to [B, T, V], -inf for all other tokens."""
         rows, count = self.token.shape[:2]
         row_B11 = jnp.arange(rows, dtype=jnp.int32)[:, None, None]
         node_T1 = jnp.arange(count, dtype=jnp.int32)[:, None]

@@ -18,11 +18,11 @@ class Growth(ABC):
     """A tree while it is drafted."""
 
     @abstractmethod
-    def grow(self, found: DraftScores, *, drawn: bool) -> tuple[Array, Array]:
+    def grow(self, scored: DraftScores, *, drawn: bool) -> tuple[Array, Array]:
         """Adds the children of the L nodes of a level.
 
         Args:
-          found: ranks the tokens after each node; L may be 1 where all nodes of the level have the same.
+          scored: ranks the tokens after each node; L may be 1 where all nodes of the level have the same.
           drawn: whether the rule needs the distributions that children are drawn from.
 
         Returns:
@@ -53,19 +53,19 @@ class StaticGrowth(Growth):
         self._token_BM: list[Array] = []
         self._logp_BMV: list[Array] = []
 
-    def grow(self, found: DraftScores, *, drawn: bool) -> tuple[Array, Array]:
+    def grow(self, scored: DraftScores, *, drawn: bool) -> tuple[Array, Array]:
         children, level = self._topology.children, self._level
         width = max(len(children[node]) for node in level)
         parent_M = [index for index, node in enumerate(level) for _ in children[node]]
         rank_M = [rank for node in level for rank in range(len(children[node]))]
         self._level = [child for node in level for child in children[node]]
-        rows, nodes = found.score_BTW.shape[:2]
+        rows, nodes = scored.score_BTW.shape[:2]
         own_M = np.minimum(parent_M, nodes - 1)
-        best_BLX = found.best()[..., None] if width == 1 else found.best_few(width)[1]
+        best_BLX = scored.best()[..., None] if width == 1 else scored.best_few(width)[1]
         token_BM = best_BLX[:, own_M, np.asarray(rank_M)]
         self._token_BM.append(token_BM)
         if drawn:
-            self._logp_BMV.append(found.logp()[:, own_M])
+            self._logp_BMV.append(scored.logp()[:, own_M])
         return token_BM, jnp.broadcast_to(jnp.asarray(parent_M, jnp.int32), (rows, len(parent_M)))
 
     def finish(self, valid_B: Array) -> Proposal:
@@ -89,10 +89,10 @@ class ConfidentGrowth(Growth):
         self._candidates = [(zero_B1, jnp.zeros((rows, 1), jnp.float32), zero_B1 - 1)]
         self._number_BL, self._logp_BL = zero_B1, self._candidates[0][1]
 
-    def grow(self, found: DraftScores, *, drawn: bool) -> tuple[Array, Array]:
-        width, found = self._topology.top_k, replace(found, noise=None) if drawn else found
-        best_BLX, token_BLX = found.best_few(width)
-        logp_BLX = best_BLX - jax.nn.logsumexp(found.noisy(), axis=-1, keepdims=True) + self._logp_BL[..., None]
+    def grow(self, scored: DraftScores, *, drawn: bool) -> tuple[Array, Array]:
+        width, scored = self._topology.top_k, replace(scored, noise=None) if drawn else scored
+        best_BLX, token_BLX = scored.best_few(width)
+        logp_BLX = best_BLX - jax.nn.logsumexp(scored.noisy(), axis=-1, keepdims=True) + self._logp_BL[..., None]
         token_BLX = jnp.broadcast_to(token_BLX, logp_BLX.shape)
         parent_BLX = jnp.broadcast_to(self._number_BL[..., None], logp_BLX.shape)
         rows, first = self._number_BL.shape[0], sum(logp.shape[1] for _, logp, _ in self._candidates)

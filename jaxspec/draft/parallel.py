@@ -25,16 +25,16 @@ def draft_from(drafter: NetworkDrafter, last_BKD: Array, anchor: Anchor, rule: s
     if not top.drafts:
         return no_proposal(anchor)
     depth_K = jnp.arange(1, top.max_depth + 1, dtype=jnp.int32)
-    found, drawn = score_tokens(drafter, last_BKD, anchor, depth_K, rule), rule in NEEDS_DRAFT_PROBS
+    scored, drawn = score_tokens(drafter, last_BKD, anchor, depth_K, rule), rule in NEEDS_DRAFT_PROBS
     if top.is_chain:
-        token_BN, logp_BKV = found.best(), found.logp() if drawn else None
+        token_BN, logp_BKV = scored.best(), scored.logp() if drawn else None
         valid_BN = jnp.broadcast_to(valid_B[:, None], token_BN.shape)
         proposal = Proposal(token_BN, valid_BN, logp_BKV, expert_BKYA=drafter.experts(last_BKD))
         costs = anchor.draft_costs
-        return proposal if costs is None else _pruned(proposal, anchor, costs, found.score_BTW)
+        return proposal if costs is None else _pruned(proposal, anchor, costs, scored.score_BTW)
     growth = growth_of(top, anchor.token_B.shape[0])
     for k in range(top.max_depth):
-        growth.grow(found.level(k), drawn=drawn)
+        growth.grow(scored.level(k), drawn=drawn)
     return growth.finish(valid_B)
 
 
