@@ -79,7 +79,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=32, help="of each kind")
     parser.add_argument("--tokens", type=int, default=96, help="most that follow a prompt")
     parser.add_argument("--lengths", type=int, nargs="+", default=(3, 5))
-    parser.add_argument("--tree", type=json.loads, help="speculative_token_tree, a draft tree instead of the lengths")
+    parser.add_argument("--tree", type=json.loads, help="keys of a draft tree, instead of the lengths")
     parser.add_argument("--temperatures", type=float, nargs="+", default=(0.0, 0.7))
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--out", type=Path)
@@ -100,7 +100,7 @@ def main() -> int:
     expected = {cell: answers(plain, *cell) for cell in asked}
     rows = []
     chains = [(length, {"num_speculative_tokens": length}) for length in args.lengths]
-    for drafts, shape in [(args.tree, {"speculative_token_tree": args.tree})] if args.tree else chains:
+    for drafts, shape in [(args.tree, args.tree)] if args.tree else chains:
         head = {"method": args.method, "model": args.head} | shape
         head |= {"speculative_token_map": args.token_map} if args.token_map else {}
         llm = LLM(plain.model, speculative_config=head, **{k: v for k, v in engine.items() if k != "dtype"})
