@@ -85,3 +85,14 @@ def test_every_set_of_instructions_draws_alike(name: str, monkeypatch: pytest.Mo
         given = noise_of(width), scores(width, 2.0)
         found = jax.jit(lambda noise, score: noise.draw(score))(*given)
         np.testing.assert_array_equal(found, drawn_by_xla(*given))
+
+
+def test_positions_of_a_level_do_not_send_the_compiler_in_circles(capfd: pytest.CaptureFixture[str]):
+    """Nodes of one depth have positions that are a row's length and a constant."""
+
+    def of_level(length_B: jax.Array, score: jax.Array) -> jax.Array:
+        noise = noise_of(0)
+        return Noise(noise.key_BX, length_B[:, None] + jnp.full(8, 2)[None], noise.warm_B, noise.purpose).draw(score)
+
+    jax.jit(of_level).lower(jnp.ones(ROWS, jnp.int32), jnp.zeros((ROWS, 8, 16))).compile()
+    assert "circular" not in capfd.readouterr().err
