@@ -53,7 +53,7 @@ class Noise:
 
         def by_kernel(score_BTV: Array, token: Array | None) -> Array:
             rows, count, width = score_BTV.shape
-            # Where it sees that all positions of a row are one more than a length, XLA's simplifier goes in circles.
+            # XLA's simplifier goes in circles where it sees that a row's positions are all its length and a constant.
             position_BT = lax.optimization_barrier(jnp.broadcast_to(self.position_BT, (rows, count)))
             first, second = (x.reshape(-1) for x in words_of(self.key_BX, position_BT, self.purpose))
             own = token if token is None or token.ndim == 1 else token.reshape(-1, width)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec.keys import Purpose
-from jaxspec.native.build import instructions, library
+from jaxspec.native.build import compiler, instructions, library
 from jaxspec.native.product import kernels
 from jaxspec.nn.draw import Noise
 from jaxspec.nn.steady import row_argmax
@@ -33,8 +33,9 @@ def scores(width: int, heat: float, seed: int = 0) -> np.ndarray:
 
 @pytest.fixture(autouse=True)
 def in_c():
-    if kernels().handle is None:
+    if compiler() is None:
         pytest.skip("no C compiler")
+    assert kernels().handle is not None, kernels().reason
 
 
 @pytest.mark.parametrize("heat", [0.0, 1.0, 6.0])
