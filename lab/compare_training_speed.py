@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ import numpy as np
 
 from jaxspec.checkpoint.heads.directory import load_head, save_head
 from jaxspec.checkpoint.heads.formats import Verifier
-from jaxspec.checkpoint.load.model import Model, load_model
+from jaxspec.checkpoint.load.model import Model, load_model, plan_model, read_config
 from jaxspec.checkpoint.text.codec import Text
 from jaxspec.cli.huge_pages import HUGE, TUNABLES
 from jaxspec.errors import JaxspecError
@@ -34,15 +35,17 @@ from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.trained_head import Head
 from jaxspec.models.vocab import choose_ids
 from jaxspec.nn.policy import make_policy
+from jaxspec.protocol import Features
 from jaxspec.serve.compile_cache import use_compile_cache
 from jaxspec.serve.demo_pair import resolve_model
 from jaxspec.shapes import Array, Params
 from jaxspec.train.batch import Batch, TeacherOutput
 from jaxspec.train.head_loss import head_loss
-from jaxspec.train.head_nets import net_of, start_from_target
+from jaxspec.train.head_nets import ends_of, net_of, start_from_target
 from jaxspec.train.objective import HeadObjective, cut_product
 from jaxspec.train.optimizer import adamw
 from jaxspec.train.settings import HeadSettings, LossSettings, OptimizerSettings
+from jaxspec.train.target import TargetHeaders
 from jaxspec.train.teacher import run_teacher
 from jaxspec.train.update import TrainState, make_update
 
@@ -84,7 +87,7 @@ def prepare(directory: Path, target: Model, dtype: str) -> None:
     ids_W = choose_ids(np.bincount(token_NBT.ravel(), minlength=vocab_size), vocab_size // SIXTH)
     net = net_of(head, target.net.arch, target.config, FLOAT32)
     assert isinstance(net, DraftHead)
-    params = start_from_target(jax.jit(net.initial)(jax.random.key(0)), target.params, ids_W)
+    params = start_from_target(jax.jit(net.initial)(jax.random.key(0)), ends_of(target.params, ids_W))
     teacher_outputs = [teacher_output_of(target, net, token_BT) for token_BT in token_NBT]
     feature = np.stack([net.spec.feature(teacher.features) for teacher in teacher_outputs])
     last = np.stack([teacher.features.last_BTD for teacher in teacher_outputs])
@@ -96,26 +99,42 @@ def prepare(directory: Path, target: Model, dtype: str) -> None:
     (directory / "settings.json").write_text(json.dumps(chosen))
 
 
+def lessons(directory: Path, net: DraftHead) -> list[tuple[Batch, TeacherOutput]]:
+    """Returns the updates' batches and what the target computed for them, as a cache of features has it."""
+    with np.load(directory / "lessons.npz") as given:
+        arrays = [given[name] for name in ("token", "feature", "last")]
+    outputs = []
+    for token_BT, feature_BTX, last_BTD in zip(*arrays, strict=True):
+        taps = tuple(map(jnp.asarray, np.split(feature_BTX, net.spec.parts, axis=-1)))
+        features = Features(jnp.asarray(last_BTD), jnp.asarray(last_BTD[..., :0]), taps)
+        given = batch_of(token_BT), TeacherOutput(features, ())
+        outputs.append(jax.tree.map(lambda x: x[None], given))
+    return outputs
+
+
 def serve(directory: Path) -> None:
     """Our side: as many updates as each line of the input says, and what they took."""
     settings = json.loads((directory / "settings.json").read_text())
-    target = load_model(Path(settings["target"]), FLOAT32)
+    place = Path(settings["target"])
+    config = read_config(place)
+    target = TargetHeaders(config, plan_model(place, FLOAT32, config=config)).outside.load()
     policy = make_policy(settings["dtype"], param=jnp.dtype("float32"))
     head = load_head(directory / "head", target.net.arch, policy)
     assert isinstance(head.net, DraftHead)
     net, ids_W = head.net, jnp.asarray(head.ids_W)
-    base = target.net.clone(policy=policy.update(own_head=True))  # as the trainer has it
-    objective = HeadObjective(target.params, ids_W, base, net, LOSS, product=cut_product(target.params, ids_W))
+    bare = replace(target.net.arch, layers=())
+    base = target.net.clone(arch=bare, policy=policy.update(own_head=True))  # as the trainer has it
+    product = cut_product(target.params, ids_W)
+    kept = {"params": {name: x for name, x in target.params["params"].items() if name != "head_DV"}}
+    objective = HeadObjective(kept, ids_W, base, net, LOSS, product=product)
+    del target  # as the trainer keeps no more of it
 
     def loss_fn(
         params: Params, frozen: HeadObjective, given: tuple[Batch, TeacherOutput], key: Array
     ) -> tuple[Array, Any]:
         return head_loss(frozen, params, given[1], given[0], key)
 
-    teacher_outputs = []
-    for token_BT in np.load(directory / "lessons.npz")["token"]:
-        given = batch_of(token_BT), teacher_output_of(target, net, token_BT)
-        teacher_outputs.append(jax.tree.map(lambda x: x[None], given))
+    given = lessons(directory, net)
     rule = adamw(OPTIMIZER, 1)
     update = make_update(loss_fn, rule, seed=0)
     state = TrainState(head.params, rule.init(head.params), jnp.int32(0))
@@ -124,7 +143,7 @@ def serve(directory: Path) -> None:
     for line in sys.stdin:
         losses, wall, cpu = [], time.perf_counter(), time.process_time()
         for _ in range(int(line)):
-            state, metrics = update(state, objective, teacher_outputs[done % BATCHES])
+            state, metrics = update(state, objective, given[done % BATCHES])
             losses.append(float(metrics["loss"]))
             done += 1
         spent = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
@@ -161,6 +180,11 @@ class Side:
         self.process.stdin.flush()
         return self.answer()
 
+    def peak(self) -> float:
+        """Most memory that it had at once, in GB."""
+        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024 / 1e9
+
     def close(self) -> None:
         """Lets it end."""
         assert self.process.stdin is not None, "its input is a pipe"
@@ -184,6 +208,7 @@ def compare(sides: Sequence[Side], rounds: int, updates: int) -> dict[str, Any]:
     ours, result = sides[0].name, dict[str, Any]()
     for side in sides:
         entry: dict[str, Any] = {"parameters": sizes[side.name], "first_losses": warm[side.name]}
+        entry["peak_gb"] = round(side.peak(), 2)
         for clock, rate in rates[side.name].items():
             ratio = [one / other for one, other in zip(rates[ours][clock], rate, strict=True)]
             entry[clock] = {"tokens_per": spread(rate), "ours_is_faster": spread(ratio)}

@@ -194,8 +194,9 @@ def chosen_experts(net: Transformer, hidden: Hidden, token_BT: Array) -> Array:
 
 
 def embed(net: Transformer, params: Params, token_BT: Array) -> Array:
-    """Embeddings of tokens, float32 [B, T, D]."""
-    return apply(net, params, token_BT, method="embed")
+    """Embeddings of tokens, float32 [B, T, D]; a vocabulary product may be missing in the parameters."""
+    bare = net.clone(arch=replace(net.arch, tied=True), policy=net.policy.update(own_head=False))
+    return apply(bare, params, token_BT, method="embed")
 
 
 def head(net: Transformer, params: Params, last: Array) -> Array:

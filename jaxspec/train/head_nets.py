@@ -165,15 +165,18 @@ def _feed_forward(head: HeadSettings, active: int) -> FfnSpec | MoeSpec:
     return routed_ffn(head.num_experts, top_k, hidden, head.shared_expert_intermediate_size)
 
 
-def start_from_target(params: Params, target: Params, ids_W: np.ndarray | None) -> Params:
-    """Copies the target's embedding, vocabulary product and last norm into a head that has its own of equal width."""
+def ends_of(target: Params, ids_W: np.ndarray | None) -> dict[str, Any]:
+    """Returns what a head may start from: the target's embedding, its vocabulary product of some tokens, last norm."""
     leaves: Any = target["params"]
     embed = leaves.get("embed_VD")
     head = leaves.get("head_DV", None if embed is None else embed.T)
     head = unpack(head) if isinstance(head, Packed) else head
     given = {"embed_VD": embed, "head_DW": head if head is None or ids_W is None else head[:, ids_W]}
-    if head is not None:
-        given["norm_D"] = leaves.get("norm_D")
+    return given if head is None else given | {"norm_D": leaves.get("norm_D")}
+
+
+def start_from_target(params: Params, given: Mapping[str, Any]) -> Params:
+    """Copies ``ends_of`` a target into a head that has its own of equal width."""
 
     def one(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
         new = given.get(path[-1].key)

@@ -1,7 +1,7 @@
 """A head for one target as a training run: what is trained, on which loss, how it is measured and saved."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -79,7 +79,7 @@ def make_run(
         frozen=objective,
         evaluate=evaluate,
         best=None if evaluate is None else best_metric(settings.evaluation),
-        save=partial(save, head, target),
+        save=partial(save, head, target.config, target.directory),
         progress=progress,
         save_every=t.save_every,
         log_every=t.log_every,
@@ -109,11 +109,15 @@ def make_objective(
     ids_W = head.ids_W if map_W is None else map_W
     ids = None if ids_W is None else settle(jnp.asarray(ids_W), mesh)
     few = settings.loss.draft_only or map_W is not None
-    product, net = cut_product(target.params, ids if few else None), target.net
+    product, net, params = cut_product(target.params, ids if few else None), target.net, target.params
+    if outside:  # then nothing reads a vocabulary product that another stands for
+        net = net.clone(arch=replace(net.arch, layers=()))
+        leaves: Any = params["params"]
+        spare = {"head_DV"} & set(product or ())
+        params = {"params": {name: x for name, x in leaves.items() if name not in spare}}
     return head, HeadObjective(
-        target.params, ids, net.clone(arch=replace(net.arch, layers=())) if outside else net, head.net, settings.loss,
-        remat=remat, product=product, vocabulary=settings.train.vocabulary,
-    )  # fmt: skip
+        params, ids, net, head.net, settings.loss, remat=remat, product=product, vocabulary=settings.train.vocabulary
+    )
 
 
 def batches_from(settings: RunSettings, rows: RowSource, mesh: Mesh | None) -> Callable[[int], Iterator[Batch]]:
@@ -162,17 +166,17 @@ def _check_loss(loss: LossSettings, net: Net) -> None:
         )
 
 
-def save(head: InitialHead, target: Model, params: Params, directory: Path) -> None:
-    """Writes parameters as a head's directory, or a draft model's with the target's tokenizer."""
+def save(head: InitialHead, config: Mapping[str, Any], target: Path, params: Params, directory: Path) -> None:
+    """Writes parameters as a head's directory, or a draft model's with the tokenizer of the target's directory."""
     net = head.net
     if not isinstance(net, Transformer):
-        config = target.config if isinstance(net, Mtp) else None
-        save_head(Head(net, jax.device_get(params), head.ids_W, config), directory)
+        published = config if isinstance(net, Mtp) else None
+        save_head(Head(net, jax.device_get(params), head.ids_W, published), directory)
         return
     dtype = np.dtype(net.policy.storage.param)
-    ends = {key: target.config[key] for key in ("bos_token_id", "eos_token_id") if key in target.config}
-    config = head.config or {"architectures": ["LlamaForCausalLM"], **layers_config(net.arch)}
-    save_model(directory, jax.device_get(params), net.arch, {**config, **ends, "torch_dtype": str(dtype)}, dtype)
+    ends = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
+    own = head.config or {"architectures": ["LlamaForCausalLM"], **layers_config(net.arch)}
+    save_model(directory, jax.device_get(params), net.arch, {**own, **ends, "torch_dtype": str(dtype)}, dtype)
     for name in (*TOKENIZER_FILES, "special_tokens_map.json"):
-        if (target.directory / name).exists():
-            shutil.copyfile(target.directory / name, directory / name)
+        if (target / name).exists():
+            shutil.copyfile(target / name, directory / name)

@@ -21,7 +21,7 @@ from jaxspec.models.transformer import Transformer
 from jaxspec.models.vocab import choose_ids
 from jaxspec.nn.policy import Policy, make_policy
 from jaxspec.shapes import Array, Params
-from jaxspec.train.head_nets import check_given, draft_vocab, net_of, start_from_target
+from jaxspec.train.head_nets import check_given, draft_vocab, ends_of, net_of, start_from_target
 from jaxspec.train.objective import Net
 from jaxspec.train.settings import HeadSettings, TrainSettings
 
@@ -72,11 +72,11 @@ def make_initial_head(
     small = 0 < size < arch.vocab_size and not isinstance(net, Transformer)
     ids_W = choose_ids(count_V, size) if small else None
 
+    copies = settings.from_target and not isinstance(net, Transformer)
+    ends = ends_of(target.params, ids_W) if copies else {}  # not the target, which need not outlive its loading
+
     def init(key: Array) -> Params:
-        params = jax.jit(lambda key: init_params(net, key))(key)
-        if isinstance(net, Transformer) or not settings.from_target:
-            return params
-        return start_from_target(params, target.params, ids_W)
+        return start_from_target(jax.jit(lambda key: init_params(net, key))(key), ends)
 
     return _on_mesh(InitialHead(net, ids_W, init), mesh)
 

@@ -52,7 +52,7 @@ class HeadObjective:
     @property
     def _size(self) -> int:
         """Tokens of the target's vocabulary product."""
-        return len(self._ends["embed_VD"])
+        return _tokens(self._ends)
 
     @property
     def _ends(self) -> Any:
@@ -102,15 +102,23 @@ def cut_product(target: Params, ids_W: Array | None) -> Params | None:
     plain: Any = {name: unpack(leaf) for name, leaf in ends.items() if isinstance(leaf, Packed)}
     if ids_W is None:
         return plain or None
-    cut = {"embed_VD": leaves["embed_VD"][ids_W]}
     if "head_DV" in leaves:
-        cut["head_DV"] = plain.get("head_DV", leaves["head_DV"])[:, ids_W]
+        cut = {"head_DV": plain.get("head_DV", leaves["head_DV"])[:, ids_W]}
+    else:
+        cut = {"embed_VD": leaves["embed_VD"][ids_W]}
     if "head_bias_V" in leaves:
         cut["head_bias_V"] = leaves["head_bias_V"][ids_W]
     return plain | cut
 
 
+def _tokens(ends: Any) -> int:
+    """Tokens of a vocabulary product."""
+    return ends["head_DV"].shape[1] if "head_DV" in ends else len(ends["embed_VD"])
+
+
 def _by_xla(net: Transformer, ends: Any, last: Array) -> Array:
     """Computes logits from what a network's vocabulary product reads, of as many tokens as that has."""
-    arch = replace(net.arch, vocab_size=len(ends["embed_VD"]))
+    size = _tokens(ends)
+    ends = {**ends, "embed_VD": ends["embed_VD"][:size]}  # not computed but by a tied product, which has as many
+    arch = replace(net.arch, vocab_size=size)
     return head(net.clone(arch=arch, policy=net.policy.update(kernels="xla")), {"params": ends}, last)

@@ -66,8 +66,8 @@ def train(
         read = headers.outside if outside else headers
         plan = fit(settings, read, mesh, notify)
         notify({"loading": f"the target{', without its layers' * outside}, {plan.needed['target'] / GB:.1f} GB"})
-        model, digest = read.load(mesh), corpus.digest()
-        run = make_run(settings, model, corpus, mesh, remat=plan.remat, parts=plan.parts, outside=outside)
+        digest = corpus.digest()
+        run = make_run(settings, read.load(mesh), corpus, mesh, remat=plan.remat, parts=plan.parts, outside=outside)
         notify(head_facts(run.frozen, corpus))
         run = replace(
             run,

@@ -1,6 +1,8 @@
 """A feature cache: training from it is training online, a killed pass goes on, and what is wrong is refused."""
 
+import gc
 import json
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,7 @@ from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.models.transformer import head
 from jaxspec.nn.policy import make_policy
 from jaxspec.protocol import CaptureSpec
-from jaxspec.train import features, run
+from jaxspec.train import features, run, target
 from jaxspec.train.batch import Batch, TeacherOutput
 from jaxspec.train.data import batches
 from jaxspec.train.features import FeatureRows, Teacher
@@ -126,6 +128,26 @@ def test_what_predicts_no_trained_token_is_left_out_and_changes_nothing(
     )
     assert float(cached) == pytest.approx(float(online), rel=1e-6)
     assert jax.tree.map(float, again) == pytest.approx(jax.tree.map(float, said), rel=1e-6)
+
+
+def test_where_a_part_of_the_vocabulary_is_learned_the_rest_of_its_product_is_let_go(place: Path, monkeypatch):
+    loaded, fill = [], target.fill
+    monkeypatch.setattr(target, "fill", lambda *given: loaded.append(fill(*given)) or loaded[-1])
+    changes = [f"head={{{HEADS['eagle3']}}}", "loss.draft_only=true", f"features.cache={place / 'part'}"]
+    runs = {}
+    for name in ("whole", "outside"):  # the first one fills the cache, with the target's layers
+        settings = load_run_settings(str(place / "run.toml"), changes, str(place / f"part-{name}"))
+        runs[name] = run.train(settings, place / "target")
+    losses = [[entry["loss"] for entry in read_metrics(place / f"part-{name}")] for name in runs]
+    assert losses[0] == losses[1]
+    whole, outside = loaded
+    assert runs["whole"].run.frozen.target_params is whole
+    assert {"embed_VD", "norm_D"} == set(runs["outside"].run.frozen.target_params["params"])
+    product = weakref.ref(outside["params"]["head_DV"])
+    loaded.clear()
+    del outside
+    gc.collect()
+    assert product() is None
 
 
 def test_features_only_writes_what_training_reads(

@@ -20,7 +20,7 @@ from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import make_policy
 from jaxspec.train.block_nets import KINDS
-from jaxspec.train.head_nets import net_of, start_from_target
+from jaxspec.train.head_nets import ends_of, net_of, start_from_target
 from jaxspec.train.settings import HeadSettings, load_run_settings
 
 CONFIG = {
@@ -143,7 +143,7 @@ def test_own_parts_start_as_the_targets():
         }
     }  # fmt: skip
     ids = np.array([1, 5, 39], np.int32)
-    found: Any = start_from_target(params, target, ids)["params"]
+    found: Any = start_from_target(params, ends_of(target, ids))["params"]
     assert np.array_equal(found["head_DW"], target["params"]["head_DV"][:, ids])
     assert np.array_equal(found["embed_VD"], target["params"]["embed_VD"])
     assert np.array_equal(found["norm_D"], target["params"]["norm_D"]), "which the product comes after"
