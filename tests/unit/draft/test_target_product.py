@@ -80,6 +80,7 @@ def test_drafts_are_those_of_the_whole_product_among_these_tokens(method: str, s
         np.testing.assert_allclose(ours[:, IDS], expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.served
 def test_a_selector_s_candidates_are_chosen_without_a_sort():
     """Each draft reads a part of what was chosen for all, and XLA must not sort the vocabulary for that."""
     drafter = methods.build(methods.parse(config_of("dflash2", CHAIN)), model(), BLOCK, drafting("dflash2"))

@@ -88,6 +88,7 @@ def test_every_set_of_instructions_draws_alike(name: str, monkeypatch: pytest.Mo
         np.testing.assert_array_equal(found, drawn_by_xla(*given))
 
 
+@pytest.mark.served
 def test_positions_of_a_level_do_not_send_the_compiler_in_circles(capfd: pytest.CaptureFixture[str]):
     """Nodes of one depth have positions that are a row's length and a constant."""
 

@@ -25,6 +25,7 @@ def test_what_is_no_number_wins_as_in_argmax():
     np.testing.assert_array_equal(jax.jit(row_argmax)(x), np.asarray(jnp.argmax(x, axis=-1)))
 
 
+@pytest.mark.served
 def test_parts_of_the_best_are_found_without_a_sort():
     x = np.random.default_rng(0).integers(-9, 9, (2, 3, 500)).astype(np.float32)  # ties happen
     program = jax.jit(lambda x: [part[:, 1] for part in row_top_k(x, 4)]).lower(x).compile()

@@ -196,6 +196,7 @@ def test_candidates_among_some_tokens_are_known_by_the_targets_ids():
     np.testing.assert_allclose(metrics["accuracy_0"], (right * mask[:, 0]).sum() / mask[:, 0].sum(), rtol=1e-6)
 
 
+@pytest.mark.served
 def test_candidates_are_chosen_without_a_sort():
     """XLA:CPU sorts the whole vocabulary where the best of it are cut apart, which was most of an update's time."""
     net, batch = BlockHead(replace(SPECS["dflash2"], selector_top_k=6), EXACT), batch_of(texts(1))
