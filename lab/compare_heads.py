@@ -71,11 +71,14 @@ LOSSES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def settings_of(kind: str, out: Path, seed: int, steps: int) -> RunSettings:
-    """Returns one head's run: the config's but for the head, its loss and the length."""
+def settings_of(kind: str, out: Path, seed: int, steps: int, anchors: int | None = None) -> RunSettings:
+    """Returns one head's run: the config's but for the head, its loss, the length and maybe the anchors of a row."""
     config = find_config(CONFIG, "train")
     values = read_toml(config)
-    values |= {"head": {"kind": kind} | HEADS[kind], "loss": LOSSES[kind], "out": str(out), "seed": seed}
+    loss = LOSSES[kind]
+    if anchors is not None:
+        loss = loss | {"block": loss.get("block", {}) | {"anchors": anchors}}
+    values |= {"head": {"kind": kind} | HEADS[kind], "loss": loss, "out": str(out), "seed": seed}
     values["train"] |= {"steps": steps}
     if "taps" not in HEADS[kind]:  # the cache has last hidden states where they are learned from alone
         values["features"] = {}
@@ -159,6 +162,7 @@ def main() -> int:
     training.add_argument("--out", type=Path, required=True)
     training.add_argument("--seed", type=int, default=3)
     training.add_argument("--steps", type=int, default=150)
+    training.add_argument("--anchors", type=int, help="of a row, for heads that draft blocks, instead of 128")
     showing = commands.add_parser("table")
     showing.add_argument("directory", type=Path)
     args = parser.parse_args()
@@ -167,7 +171,7 @@ def main() -> int:
         return 0
     use_compile_cache()
     for kind in args.kinds:
-        settings = settings_of(kind, place_of(args.out, kind, args.seed), args.seed, args.steps)
+        settings = settings_of(kind, place_of(args.out, kind, args.seed), args.seed, args.steps, args.anchors)
         train(settings, resolve_model(settings.target), lambda entry: print(json.dumps(dict(entry)), flush=True))
     return 0
 
