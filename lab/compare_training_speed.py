@@ -42,7 +42,7 @@ from jaxspec.shapes import Array, Params
 from jaxspec.train.batch import Batch, TeacherOutput
 from jaxspec.train.head_loss import head_loss
 from jaxspec.train.head_nets import ends_of, net_of, start_from_target
-from jaxspec.train.objective import HeadObjective, cut_product
+from jaxspec.train.objective import HeadObjective, cut_product, without_product
 from jaxspec.train.optimizer import adamw
 from jaxspec.train.settings import HeadSettings, LossSettings, OptimizerSettings
 from jaxspec.train.target import TargetHeaders
@@ -125,8 +125,7 @@ def serve(directory: Path) -> None:
     bare = replace(target.net.arch, layers=())
     base = target.net.clone(arch=bare, policy=policy.update(own_head=True))  # as the trainer has it
     product = cut_product(target.params, ids_W)
-    kept = {"params": {name: x for name, x in target.params["params"].items() if name != "head_DV"}}
-    objective = HeadObjective(kept, ids_W, base, net, LOSS, product=product)
+    objective = HeadObjective(without_product(target.params, product), ids_W, base, net, LOSS, product=product)
     del target  # as the trainer keeps no more of it
 
     def loss_fn(

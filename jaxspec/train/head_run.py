@@ -35,7 +35,7 @@ from jaxspec.train.head_loss import head_loss
 from jaxspec.train.head_nets import token_map_of
 from jaxspec.train.head_start import InitialHead, head_policy, init_params, make_initial_head
 from jaxspec.train.loop import TrainRun
-from jaxspec.train.objective import HeadObjective, Net, cut_product
+from jaxspec.train.objective import HeadObjective, Net, cut_product, without_product
 from jaxspec.train.optimizer import optimizer_of, schedule_of
 from jaxspec.train.packed_rows import RowSource
 from jaxspec.train.settings import LossSettings, RunSettings
@@ -110,11 +110,8 @@ def make_objective(
     ids = None if ids_W is None else settle(jnp.asarray(ids_W), mesh)
     few = settings.loss.draft_only or map_W is not None
     product, net, params = cut_product(target.params, ids if few else None), target.net, target.params
-    if outside:  # then nothing reads a vocabulary product that another stands for
-        net = net.clone(arch=replace(net.arch, layers=()))
-        leaves: Any = params["params"]
-        spare = {"head_DV"} & set(product or ())
-        params = {"params": {name: x for name, x in leaves.items() if name not in spare}}
+    if outside:
+        net, params = net.clone(arch=replace(net.arch, layers=())), without_product(params, product)
     return head, HeadObjective(
         params, ids, net, head.net, settings.loss, remat=remat, product=product, vocabulary=settings.train.vocabulary
     )

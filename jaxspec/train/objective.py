@@ -111,6 +111,13 @@ def cut_product(target: Params, ids_W: Array | None) -> Params | None:
     return plain | cut
 
 
+def without_product(target: Params, product: Params | None) -> Params:
+    """Returns a target's parameters without a vocabulary product that ``cut_product`` stands for."""
+    leaves: Any = target["params"]
+    spare = {"head_DV"} & set(product or ())
+    return {"params": {name: x for name, x in leaves.items() if name not in spare}}
+
+
 def _tokens(ends: Any) -> int:
     """Tokens of a vocabulary product."""
     return ends["head_DV"].shape[1] if "head_DV" in ends else len(ends["embed_VD"])
