@@ -78,6 +78,7 @@ def test_it_is_that_of_all_positions_and_so_are_the_caches(family: str):
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), left, kept)
 
 
+@pytest.mark.served
 def test_the_others_cost_keys_and_values_alone():
     """Behind attention one position of 64 is left."""
     arch, (layer, *_) = layers_of("mixtral_window")

@@ -107,6 +107,7 @@ def test_few_rows_that_are_trained_on_go_in_groups(dtype: jnp.dtype, close: floa
         np.testing.assert_allclose(other, one, rtol=close, atol=close * float(jnp.max(jnp.abs(one))))
 
 
+@pytest.mark.served
 def test_no_block_of_rows_has_weights_of_its_own():
     """What experts take of memory for thousands of rows does not depend on how many blocks of rows there are."""
     count, dim, hidden = 16, 256, 512

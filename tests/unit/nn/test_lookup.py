@@ -21,6 +21,7 @@ def test_rows_and_their_gradient(dtype):
     np.testing.assert_array_equal(np.asarray(gradient_VD, np.float32)[:, 0], [2, 0, 0, 1, 0, 1])
 
 
+@pytest.mark.served
 def test_a_loop_holds_no_other_copy_of_the_table():
     def walk(table_VD, first):
         """Ten rows, each named by the one before."""

@@ -72,6 +72,7 @@ def test_rounds_attend_by_blocks_as_at_once(dtype: str, rtol: float, atol: float
         np.testing.assert_allclose(one, other, rtol=rtol, atol=atol)
 
 
+@pytest.mark.served
 def test_memory_grows_with_the_length_and_not_with_its_square(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(query_blocks, "SCORE_BYTES", 1 << 20)
 

@@ -182,6 +182,7 @@ def test_scores_are_not_computed_where_everything_is_kept():
     assert bool(kept.all())
 
 
+@pytest.mark.served
 def test_decoding_needs_no_array_of_all_pairs_of_positions():
     spec, room = IndexSpec(8, 32, 64, RopeSpec(1e4, 32)), 4096
     pages = jax.ShapeDtypeStruct((1, 1, room, 32), FLOAT32)

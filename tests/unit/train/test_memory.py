@@ -86,6 +86,7 @@ def allotted(work: UpdateWork, rows: int, parts: int = 1) -> int:
     return found.temp_size_in_bytes + found.argument_size_in_bytes
 
 
+@pytest.mark.served
 @pytest.mark.parametrize(
     ("kind", "experts"),
     [("eagle3", 0), ("dspark", 0), ("mtp", 0), ("eagle3", 32), pytest.param("dspark", 16, marks=pytest.mark.slow)],
@@ -102,6 +103,7 @@ def test_the_estimate_is_not_below_what_xla_allots(kind: Any, experts: int):
     assert real <= 1.05 * found <= 3 * real, f"{found / 1e6:.1f} MB, XLA allots {real / 1e6:.1f}"
 
 
+@pytest.mark.served
 @pytest.mark.slow
 def test_the_estimate_for_a_whole_model_is_not_below_what_xla_allots():
     work = work_of(small_moe(), length=1024, rounds=3)
