@@ -58,11 +58,12 @@ def read_toml(file: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: cannot be read as TOML ({error})") from error
     for change in changes:
-        _set(values, change)
+        set_value(values, change)
     return values
 
 
-def _set(values: dict[str, Any], change: str) -> None:
+def set_value(values: dict[str, Any], change: str) -> None:
+    """Makes one change of ``read_toml``'s in place; errors as there."""
     name, equals, text = change.partition("=")
     *tables, key = (part.strip() for part in name.split("."))
     if not equals or not key:

@@ -17,6 +17,7 @@ not trained. One recipe trains all: what tuned it was an EAGLE-3 head.
 """
 
 import argparse
+import copy
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.config import find_config, read_toml, to_record
+from jaxspec.config import find_config, read_toml, set_value, to_record
 from jaxspec.serve.compile_cache import use_compile_cache
 from jaxspec.serve.demo_pair import resolve_model
 from jaxspec.train.run import train
@@ -71,17 +72,17 @@ LOSSES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def settings_of(kind: str, out: Path, seed: int, steps: int, anchors: int | None = None) -> RunSettings:
-    """Returns one head's run: the config's but for the head, its loss, the length and maybe the anchors of a row."""
+def settings_of(kind: str, out: Path, seed: int, steps: int, changes: Sequence[str] = ()) -> RunSettings:
+    """Returns one head's run: the config's but for the head, its loss, the length and ``loss.block.tv=0`` and such."""
     config = find_config(CONFIG, "train")
     values = read_toml(config)
-    loss = LOSSES[kind]
-    if anchors is not None:
-        loss = loss | {"block": loss.get("block", {}) | {"anchors": anchors}}
-    values |= {"head": {"kind": kind} | HEADS[kind], "loss": loss, "out": str(out), "seed": seed}
+    values |= copy.deepcopy({"head": {"kind": kind} | HEADS[kind], "loss": LOSSES[kind]})
+    values |= {"out": str(out), "seed": seed}
     values["train"] |= {"steps": steps}
     if "taps" not in HEADS[kind]:  # the cache has last hidden states where they are learned from alone
         values["features"] = {}
+    for change in changes:
+        set_value(values, change)
     return to_record(values, RunSettings, str(config))
 
 
@@ -162,7 +163,7 @@ def main() -> int:
     training.add_argument("--out", type=Path, required=True)
     training.add_argument("--seed", type=int, default=3)
     training.add_argument("--steps", type=int, default=150)
-    training.add_argument("--anchors", type=int, help="of a row, for heads that draft blocks, instead of 128")
+    training.add_argument("--set", nargs="+", default=(), help="KEY=VALUE of the run's settings, as for jaxspec train")
     showing = commands.add_parser("table")
     showing.add_argument("directory", type=Path)
     args = parser.parse_args()
@@ -171,7 +172,7 @@ def main() -> int:
         return 0
     use_compile_cache()
     for kind in args.kinds:
-        settings = settings_of(kind, place_of(args.out, kind, args.seed), args.seed, args.steps, args.anchors)
+        settings = settings_of(kind, place_of(args.out, kind, args.seed), args.seed, args.steps, args.set)
         train(settings, resolve_model(settings.target), lambda entry: print(json.dumps(dict(entry)), flush=True))
     return 0
 

@@ -31,6 +31,13 @@ def test_heads_are_about_equally_large(kind: str, tmp_path: Path):
     assert least < sum(map(np.prod, trained)) < most
 
 
+def test_a_run_may_differ_and_the_others_do_not(tmp_path: Path):
+    changes = ["loss.block.anchors=512", "optimizer.muon=0.01"]
+    changed, usual = (settings_of("dspark", tmp_path, 3, 7, given) for given in (changes, []))
+    assert (changed.loss.block.anchors, changed.optimizer.muon) == (512, 0.01)
+    assert (usual.loss.block.anchors, usual.optimizer.muon) == (128, 0.005)
+
+
 def measured(lengths: list[int]) -> str:
     passes = [[10 * tokens, 10] for tokens in lengths]
     rows = [{"drafts": k, "temperature": t, "passes": passes} for k in (3, 7) for t in (0.0, 1.0)]
