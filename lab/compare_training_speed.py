@@ -101,14 +101,13 @@ def prepare(directory: Path, target: Model, dtype: str) -> None:
 
 def lessons(directory: Path, net: DraftHead) -> list[tuple[Batch, TeacherOutput]]:
     """Returns the updates' batches and what the target computed for them, as a cache of features has it."""
-    with np.load(directory / "lessons.npz") as given:
-        arrays = [given[name] for name in ("token", "feature", "last")]
+    with np.load(directory / "lessons.npz") as stored:
+        arrays = [stored[name] for name in ("token", "feature", "last")]
     outputs = []
     for token_BT, feature_BTX, last_BTD in zip(*arrays, strict=True):
         taps = tuple(map(jnp.asarray, np.split(feature_BTX, net.spec.parts, axis=-1)))
         features = Features(jnp.asarray(last_BTD), jnp.asarray(last_BTD[..., :0]), taps)
-        given = batch_of(token_BT), TeacherOutput(features, ())
-        outputs.append(jax.tree.map(lambda x: x[None], given))
+        outputs.append(jax.tree.map(lambda x: x[None], (batch_of(token_BT), TeacherOutput(features, ()))))
     return outputs
 
 
