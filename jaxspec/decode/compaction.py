@@ -16,6 +16,7 @@ from jaxspec.cache.window import Window, pack, unpack
 from jaxspec.decode.state import DecodeState, Target
 from jaxspec.models.transformer import Caches, chosen_experts, features_of, forward, head
 from jaxspec.nn.inputs import Inputs
+from jaxspec.nn.policy import Kernels
 from jaxspec.protocol import Drafter, Features
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
@@ -23,6 +24,7 @@ from jaxspec.shapes import Array
 FULL, SMALLER = "full_verification", "smaller_verification"  # scopes of the only loops that turn once or never
 STEP, GPU_STEP = 8, 128  # positions; with fewer a GPU reads weights longer than it computes (a roofline, not measured)
 PRUNED_PARTS, SPARSE_PARTS = 4, 2
+IDLE_PARTS = 4, 2  # of all positions, for an engine with more rows than requests
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,10 @@ class Sizes:
 
     @classmethod
     def of(cls, target: Target, drafter: Drafter, state: DecodeState) -> "Sizes":
-        """Returns the sizes for a drafter that often proposes nothing, or whose drafts are pruned.
+        """Returns the sizes for a drafter that often proposes nothing, or whose drafts are pruned, and for idle rows.
 
-        None on a mesh, whose devices have rows of their own and must exchange them alike in every step.
+        Idle rows have their own sizes by native kernels, with which a position takes time and a program does not. None
+        on a mesh, whose devices have rows of their own and must exchange them alike in every step.
         """
         compute, topology = target.net.policy.compute, drafter.topology
         if not topology.drafts or compute.mesh is not None:
@@ -49,23 +52,25 @@ class Sizes:
         if not topology.is_chain:
             return cls(drafter.sparse, ())
         parts = PRUNED_PARTS if state.draft_costs is not None else SPARSE_PARTS if drafter.sparse else 1
-        sizes = packed_sizes(state.length_B.shape[0], topology.drafts, parts, on_gpu=compute.kernels == "triton")
-        return cls(drafter.sparse, sizes)
+        return cls(drafter.sparse, packed_sizes(state.length_B.shape[0], topology.drafts, parts, compute.kernels))
 
 
-def packed_sizes(rows: int, drafts: int, parts: int, *, on_gpu: bool = False) -> tuple[int, ...]:
-    """Returns the anchors plus 1/parts, 2/parts, ... of the drafts, rounded up to whole steps.
+def packed_sizes(rows: int, drafts: int, parts: int, kernels: Kernels = "xla") -> tuple[int, ...]:
+    """Returns the anchors plus 1/parts, 2/parts, ... of the drafts, and shares for idle rows, in whole steps.
 
     Args:
       rows: B.
       drafts: of a row.
       parts: equal parts that all drafts are divided into.
-      on_gpu: whether steps are a GPU's.
+      kernels: what computes.
     """
-    step = GPU_STEP if on_gpu else STEP
-    sizes = {math.ceil((rows + rows * drafts * part / parts) / step) * step for part in range(1, parts)}
+    step, whole = GPU_STEP if kernels == "triton" else STEP, rows * (drafts + 1)
+    wanted = [rows + rows * drafts * part / parts for part in range(1, parts)]
+    if kernels == "native" and whole >= IDLE_PARTS[0] * step:
+        wanted += [whole / part for part in IDLE_PARTS]
+    sizes = {math.ceil(size / step) * step for size in wanted}
     # One that saves less than a step is not worth its program.
-    return tuple(sorted(size for size in sizes if size + step <= rows * (drafts + 1)))
+    return tuple(sorted(size for size in sizes if size + step <= whole))
 
 
 @pytree

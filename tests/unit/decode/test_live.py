@@ -151,8 +151,17 @@ def test_a_line_pays_for_its_program():
     assert compaction.packed_sizes(1, 8, 4) == ()
     assert compaction.packed_sizes(8, 5, 1) == ()
     assert compaction.packed_sizes(8, 0, 4) == ()
-    assert compaction.packed_sizes(32, 5, 4, on_gpu=True) == ()
-    assert compaction.packed_sizes(128, 5, 4, on_gpu=True) == (384, 512, 640)
+    assert compaction.packed_sizes(32, 5, 4, "triton") == ()
+    assert compaction.packed_sizes(128, 5, 4, "triton") == (384, 512, 640)
+
+
+def test_native_kernels_have_sizes_for_idle_rows():
+    assert compaction.packed_sizes(8, 3, 1, "native") == (8, 16)
+    assert compaction.packed_sizes(8, 1, 1, "native") == (), "8 positions cost little less than 16"
+    assert compaction.packed_sizes(4, 3, 1, "native") == ()
+    assert compaction.packed_sizes(32, 3, 1, "native") == (32, 64)
+    assert compaction.packed_sizes(8, 4, 2, "native") == (16, 24)
+    assert compaction.packed_sizes(1, 7, 1, "native") == ()
 
 
 def test_one_way_is_taken():
