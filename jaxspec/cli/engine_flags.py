@@ -28,7 +28,7 @@ class EngineFlags:
         demo); by default no speculation.
       dtype: Of weights and activations; auto takes the checkpoint's.
       max_model_len: Longest text in tokens, prompt included; by default the model's, at most 8192.
-      max_num_seqs: Most requests that are decoded together.
+      max_num_seqs: Most requests that are decoded together; a single prompt needs one row, unless there is a mesh.
       seed: Origin of the seeds of requests that bring none.
       max_logprobs: Most log-probabilities per token that a request may ask for.
       steps_per_dispatch: Most decoding steps that the device runs before the host looks.

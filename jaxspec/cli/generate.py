@@ -3,7 +3,7 @@
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -131,7 +131,8 @@ def _prompt(args: GenerateArgs, prompt: str) -> int:
     wanted = args.sampling.given()
     if SamplingParams.from_mapping(wanted).n != 1:
         raise ConfigError("generate: --prompt prints one sample; give --n with --input")
-    llm = args.engine.load()
+    # One row for the one request; a mesh wants as many as it has devices for rows.
+    llm = (replace(args.engine, max_num_seqs=1) if args.engine.mesh is None else args.engine).load()
     INTERRUPTS.doing = "generating"
     params = SamplingParams.from_mapping(wanted, llm.default_sampling_params)
     shown, output, began = 0, None, time.monotonic()

@@ -115,7 +115,13 @@ def test_killed_at_any_moment_it_finishes_the_same_file(command: Command):
 
 def test_one_prompt_is_streamed(model: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
     llm = LLM(model, max_model_len=64, prefill_buckets=(16,), max_num_seqs=1)
-    monkeypatch.setattr("jaxspec.cli.engine_flags.load_llm", lambda *args, **keywords: llm)
+    loaded: list[int] = []
+
+    def load(*args: object, max_num_seqs: int, **keywords: object) -> LLM:
+        loaded.append(max_num_seqs)
+        return llm
+
+    monkeypatch.setattr("jaxspec.cli.engine_flags.load_llm", load)
     flags = ["--temperature", "0", "--max-tokens", "20"]
     whole = llm.generate("the cat", SamplingParams(temperature=0.0, max_tokens=20))[0].outputs[0].text
     for more, wanted in ([], whole), (["--stop", whole[7:10]], whole[: whole.index(whole[7:10])]):
@@ -126,6 +132,8 @@ def test_one_prompt_is_streamed(model: Path, capsys: pytest.CaptureFixture, monk
     assert main(["generate", "--model", str(model), "--prompt", "hello", "--chat", *flags]) == 0
     chat = llm.chat([{"role": "user", "content": "hello"}], SamplingParams(temperature=0.0, max_tokens=20))
     assert capsys.readouterr().out == chat[0].outputs[0].text + "\n"
+    assert main(["generate", "--model", str(model), "--prompt", "hello", "--mesh", "expert=1", *flags]) == 0
+    assert loaded == [1, 1, 1, 8], "one row for one prompt; a mesh may need more"
 
 
 def test_failed_lines_give_exit_code_1(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
