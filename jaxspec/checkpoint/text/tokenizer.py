@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
 import tempfile
 import warnings
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from jaxspec.checkpoint.files.model_files import read_json
@@ -23,6 +26,15 @@ TEMPLATE_FILES = ("chat_template.jinja", "special_tokens_map.json")
 TEMPLATE_FOLDER = "additional_chat_templates"
 OWN_CODE = ("auto_map", "tokenizer_class", "tokenizer_file", "added_tokens_decoder")
 READABLE = "tokenizer.json, tokenizer.model, vocab.json and Kimi's, Qwen's and Llama 3's ranks"
+
+
+@functools.cache
+def importing() -> Thread:
+    """Begins to import transformers; once programs compile in other threads, it would take several times as long."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install torch
+    thread = Thread(target=import_module, args=("transformers.models.auto.tokenization_auto",))
+    thread.start()
+    return thread
 
 
 def load_tokenizer(directory: Path) -> Any | None:
@@ -44,7 +56,7 @@ def load_tokenizer(directory: Path) -> Any | None:
         return None
     if special := [file for file in there if not file.is_file()]:
         raise ConfigError(f"{special[0]}: is not a regular file; put the published file there")
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install torch
+    importing().join()
     settings = read_json(directory / CONFIG) if (directory / CONFIG).exists() else {}
     try:
         if (directory / FULL).exists() or not (layout := tiktoken.layout_of(directory, settings)):
