@@ -43,8 +43,8 @@ class Sizes:
     def of(cls, target: Target, drafter: Drafter, state: DecodeState) -> "Sizes":
         """Returns the sizes for a drafter that often proposes nothing, or whose drafts are pruned, and for idle rows.
 
-        Idle rows have their own sizes by native kernels, with which a position takes time and a program does not. None
-        on a mesh, whose devices have rows of their own and must exchange them alike in every step.
+        Idle rows are left out where native kernels compute, for there every position takes time. None on a mesh, whose
+        devices have rows of their own and must exchange them alike in every step.
         """
         compute, topology = target.net.policy.compute, drafter.topology
         if not topology.drafts or compute.mesh is not None:

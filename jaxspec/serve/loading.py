@@ -12,7 +12,7 @@ from jaxspec.checkpoint.heads.directory import load_head
 from jaxspec.checkpoint.heads.identify import is_head
 from jaxspec.checkpoint.load.model import Model, load_model, load_mtp, policy_on_mesh, read_config
 from jaxspec.checkpoint.load.padding import check_vocabulary
-from jaxspec.checkpoint.text.tokenizer import importing
+from jaxspec.checkpoint.text.tokenizer import import_early
 from jaxspec.draft import methods
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
@@ -121,7 +121,7 @@ def load_target(
         policy = _spread(policy, devices, rows, transport, arch_of(read_config(Path(model))))
     placement = None if mesh.placement is None else load_placement(Path(mesh.placement))
     hosts.check_same({"expert_placement": placement})
-    importing()  # while weights are read
+    import_early(Path(model))
     loaded = load_model(model, policy, quantization=quantization, mesh=devices, placement=placement, show=on_load)
     return form.of(loaded)
 

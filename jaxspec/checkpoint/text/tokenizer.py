@@ -28,9 +28,17 @@ OWN_CODE = ("auto_map", "tokenizer_class", "tokenizer_file", "added_tokens_decod
 READABLE = "tokenizer.json, tokenizer.model, vocab.json and Kimi's, Qwen's and Llama 3's ranks"
 
 
+def import_early(directory: Path) -> None:
+    """Begins to import transformers where a directory or GGUF file has a tokenizer, while its weights are read.
+
+    Beside programs that compile the same import takes several times as long, for both need Python's lock.
+    """
+    if is_gguf(directory) or any((directory / name).exists() for name in TOKENIZER_FILES):
+        _importing()
+
+
 @functools.cache
-def importing() -> Thread:
-    """Begins to import transformers; once programs compile in other threads, it would take several times as long."""
+def _importing() -> Thread:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install torch
     thread = Thread(target=import_module, args=("transformers.models.auto.tokenization_auto",))
     thread.start()
@@ -56,7 +64,7 @@ def load_tokenizer(directory: Path) -> Any | None:
         return None
     if special := [file for file in there if not file.is_file()]:
         raise ConfigError(f"{special[0]}: is not a regular file; put the published file there")
-    importing().join()
+    _importing().join()
     settings = read_json(directory / CONFIG) if (directory / CONFIG).exists() else {}
     try:
         if (directory / FULL).exists() or not (layout := tiktoken.layout_of(directory, settings)):
